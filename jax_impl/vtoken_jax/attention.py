@@ -1,0 +1,86 @@
+"""Attention of a request over the pool: rows and shapes around the kernel, one compiled call for each layer."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from vtoken_jax.buckets import chunks, pad
+from vtoken_jax.kernels.decode_xla import paged_attention
+from vtoken_jax.kv_cache import KVCache
+from vtoken_jax.tables import Tables, words_per_block
+
+__all__ = ["attend_row"]
+
+_QUERY_SIZES = (256, 16, 1)
+_PAD_QUERY = np.iinfo(np.int32).min
+_MIN_TOKENS = 256
+
+
+@partial(jax.jit, static_argnames=("num_blocks", "block_size", "kv_dtype"))
+def _attend_layer(
+    q: jax.Array,
+    k_plane: jax.Array,
+    v_plane: jax.Array,
+    positions: jax.Array,
+    tables: Tables,
+    row: int,
+    query_positions: jax.Array,
+    *,
+    num_blocks: int,
+    block_size: int,
+    kv_dtype: str,
+) -> tuple[jax.Array, jax.Array]:
+    block_ids = tables.block_table[row, :num_blocks]
+    live_words = tables.live_words[row, : num_blocks * words_per_block(block_size)]
+    return paged_attention(
+        q, k_plane, v_plane, positions, block_ids, live_words, query_positions, block_size=block_size, kv_dtype=kv_dtype
+    )
+
+
+def _bucket_blocks(num_blocks: int, max_blocks: int, block_size: int) -> int:
+    """Blocks that a call looks at: a power of two times 256 tokens, at most the row."""
+    num_tokens = max(_MIN_TOKENS, 1 << (num_blocks * block_size - 1).bit_length())
+    return min(max_blocks, -(-num_tokens // block_size))
+
+
+def attend_row(
+    cache: KVCache,
+    tables: Tables,
+    row: int,
+    num_blocks: int,
+    q: npt.NDArray[np.float32],
+    query_positions: npt.NDArray[np.int32],
+    *,
+    block_size: int,
+    kv_dtype: str,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Attention of one request in all layers.
+
+    Args:
+        cache, tables: the pool and the rows; read only.
+        row: the request's row, of which the first ``num_blocks`` blocks are held.
+        q: ``[num_queries, num_layers, num_query_heads, head_size]``.
+        query_positions: ``[num_queries]``.
+        block_size, kv_dtype: as in the spec.
+
+    Returns:
+        out: like ``q``; mass: ``[num_blocks * block_size]``, summed over queries and query heads, mean over layers.
+    """
+    width = _bucket_blocks(max(1, num_blocks), tables.block_table.shape[1], block_size)
+    outs, masses = [], []
+    for piece, size in chunks(len(q), _QUERY_SIZES):
+        queries = pad(q[piece], size, 0.0)
+        places = pad(query_positions[piece], size, _PAD_QUERY)
+        layers = [
+            _attend_layer(
+                queries[:, layer], k_plane, v_plane, cache.positions, tables, row, places,
+                num_blocks=width, block_size=block_size, kv_dtype=kv_dtype,
+            )
+            for layer, (k_plane, v_plane) in enumerate(zip(cache.k, cache.v, strict=True))
+        ]  # fmt: skip
+        outs.append(np.stack([np.asarray(out)[: piece.stop - piece.start] for out, _ in layers], axis=1))
+        masses.append(np.mean([np.asarray(mass) for _, mass in layers], axis=0, dtype=np.float64))
+    mass = np.sum(masses, axis=0)[: num_blocks * block_size].astype(np.float32)
+    return np.concatenate(outs), mass

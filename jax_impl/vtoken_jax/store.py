@@ -1,0 +1,164 @@
+"""The KV store of one pool: turns the host's lists into padded arrays, and the device's arrays into observations."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from vtoken.executor import Attention, Buffer, KVSpec, RequestObservation
+from vtoken.fingerprint import SALTS
+from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, SlotId
+from vtoken_jax import fingerprint, tables
+from vtoken_jax.attention import attend_row
+from vtoken_jax.buckets import INDEX_SIZES, chunks, pad, token_sizes
+from vtoken_jax.compaction import move_tokens
+from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
+
+__all__ = ["JaxKVStore"]
+
+_Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """One row on the host: slots and positions of its live tokens in physical order, as the device's arrays say."""
+
+    block_ids: _Ints
+    words: npt.NDArray[np.uint32]  # [num_blocks, words_per_block]
+    live: npt.NDArray[np.bool_]  # [num_blocks * block_size]
+    slots: _Ints
+    positions: _Ints
+
+
+class JaxKVStore:
+    """Arrays of one pool on JAX's default device. Every change is one compiled call that donates what it changes."""
+
+    def __init__(self, spec: KVSpec) -> None:
+        self.spec = spec
+        self.cache = make_cache(spec)
+        self.tables = tables.make_tables(spec)
+        self.free_flags = jnp.zeros(spec.num_blocks, jnp.bool_)
+        width = spec.num_kv_heads * spec.head_size
+        self._token_shape = (2 * spec.num_layers, width)
+        self._weights = fingerprint.make_weights(
+            num_planes=2 * spec.num_layers, width=width, item_bytes=spec.item_bytes
+        )
+        self._sizes = token_sizes(spec.token_bytes)
+        self._word_bytes = 4 * tables.words_per_block(spec.block_size)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, slots: Sequence[SlotId], positions: Sequence[Position], kv: Buffer) -> None:
+        # The device may read the buffer after this call has returned: what the caller can change is copied.
+        data = kv if isinstance(kv, bytes) else bytes(kv)
+        tokens = np.frombuffer(data, storage_dtype(self.spec.item_bytes)).reshape(len(slots), *self._token_shape)
+        slot_ids, places = np.asarray(slots, np.int32), np.asarray(positions, np.int32)
+        for piece, size in chunks(len(slots), self._sizes):
+            self.cache = write_tokens(
+                self.cache,
+                pad(slot_ids[piece], size, self.spec.num_slots),
+                pad(places[piece], size, 0),
+                pad(tokens[piece], size, 0),
+            )
+
+    def move(self, moves: Sequence[Move]) -> None:
+        slot_pairs = np.asarray(moves, np.int32).reshape(len(moves), 3)
+        for piece, size in chunks(len(moves), self._sizes):
+            sources, destinations = slot_pairs[piece, 1], slot_pairs[piece, 2]
+            self.cache = move_tokens(self.cache, pad(sources, size, 0), pad(destinations, size, self.spec.num_slots))
+
+    def set_row(self, row: int, block_ids: Sequence[BlockId], live_words: Sequence[int]) -> None:
+        width = self.spec.num_blocks - 1
+        ids = pad(np.asarray(block_ids, np.int32), width, NULL_BLOCK_ID)
+        words = pad(self._encode(live_words), width, 0).ravel()
+        self.tables = tables.set_row(self.tables, row, len(block_ids), ids, words)
+
+    def set_words(self, row: int, indices: Sequence[int], live_words: Sequence[int]) -> None:
+        columns, words = np.asarray(indices, np.int32), self._encode(live_words)
+        for piece, size in chunks(len(columns), INDEX_SIZES):
+            self.tables = self.tables._replace(
+                live_words=tables.set_words(
+                    self.tables.live_words,
+                    row,
+                    pad(columns[piece], size, self.spec.num_blocks),
+                    pad(words[piece], size, 0),
+                )
+            )
+
+    def set_free(self, block_ids: Sequence[BlockId], free: bool) -> None:
+        ids = np.asarray(block_ids, np.int32)
+        for piece, size in chunks(len(ids), INDEX_SIZES):
+            self.free_flags = tables.set_free(self.free_flags, pad(ids[piece], size, self.spec.num_blocks), free)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def attend(self, row: int, q: Buffer, query_positions: Sequence[Position]) -> Attention:
+        spec, layout = self.spec, self._layout(row)
+        shape = (len(query_positions), spec.num_layers, spec.num_query_heads, spec.head_size)
+        out, mass = attend_row(
+            self.cache,
+            self.tables,
+            row,
+            len(layout.block_ids),
+            np.frombuffer(q, np.float32).reshape(shape),
+            np.asarray(query_positions, np.int32),
+            block_size=spec.block_size,
+            kv_dtype=spec.dtype,
+        )
+        return Attention(_floats(out), tuple(layout.positions.tolist()), _floats(mass[layout.live]))
+
+    def read_row(self, row: int) -> RequestObservation:
+        layout = self._layout(row)
+        return RequestObservation(
+            block_ids=tuple(layout.block_ids.tolist()),
+            live_words=tuple(int.from_bytes(words.tobytes(), "little") for words in layout.words),
+            positions=tuple(layout.positions.tolist()),
+            kv=self._read_kv(layout.slots),
+            fingerprint=self._fingerprint(layout.slots),
+        )
+
+    def fingerprint_row(self, row: int) -> str:
+        """16 hex digits over the live tokens of a row, from the bits that lie in the pool now."""
+        return self._fingerprint(self._layout(row).slots)
+
+    def read_free(self) -> frozenset[BlockId]:
+        # A copy on the device: a host view of the flags would make the next donation copy them.
+        return frozenset(np.flatnonzero(self.free_flags.copy()).tolist())
+
+    def _layout(self, row: int) -> _Layout:
+        block_size = self.spec.block_size
+        device_row = tables.read_row(self.tables, self.cache.positions, row, block_size=block_size)
+        block_ids, num_blocks, words, positions = (np.asarray(part) for part in device_row)
+        block_ids = block_ids[:num_blocks]
+        words = words.reshape(self.spec.num_blocks - 1, -1)[:num_blocks]
+        bits = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, count=block_size, bitorder="little")
+        live = bits.ravel().astype(np.bool_)
+        slots = (block_ids[:, None] * block_size + np.arange(block_size, dtype=np.int32)).ravel()
+        return _Layout(block_ids, words, live, slots[live], positions[: len(live)][live])
+
+    def _read_kv(self, slots: _Ints) -> tuple[bytes, ...]:
+        tokens: list[bytes] = []
+        size = self.spec.token_bytes
+        for piece, padded in chunks(len(slots), self._sizes):
+            data = np.asarray(read_tokens(self.cache, pad(slots[piece], padded, 0))).tobytes()
+            tokens += [data[start : start + size] for start in range(0, (piece.stop - piece.start) * size, size)]
+        return tuple(tokens)
+
+    def _fingerprint(self, slots: _Ints) -> str:
+        total: jax.Array = jnp.zeros(len(SALTS), jnp.uint32)
+        for piece, size in chunks(len(slots), self._sizes):
+            padded = pad(slots[piece], size, 0)
+            total = fingerprint.add_tokens(total, self.cache, self._weights, padded, piece.stop - piece.start)
+        return "".join(f"{half:08x}" for half in reversed(np.asarray(total).tolist()))
+
+    def _encode(self, live_words: Sequence[int]) -> npt.NDArray[np.uint32]:
+        data = b"".join(word.to_bytes(self._word_bytes, "little") for word in live_words)
+        return np.frombuffer(data, "<u4").reshape(len(live_words), -1)
+
+
+def _floats(values: npt.NDArray[np.float32]) -> "array[float]":
+    return array("f", values.tobytes())

@@ -1,0 +1,1 @@
+"""vToken's spec in pure Python: token table, block pool, planners, policies, protocols. Standard library only."""

@@ -1,0 +1,97 @@
+"""Planner ``fill`` (SPEC R-5): the tail's live tokens go into the holes before them.
+
+"Two fingers", as in swap-remove: no fresh block and the fewest copies that leave the layout packed, so that
+unmodified paged kernels serve it. Order within a request changes, which attention does not see.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView
+from vtoken.types import BlockId, Move, cdiv, set_bits
+
+__all__ = ["FillPlanner"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """A request's blocks by what happens to them; entries are indices into the block list."""
+
+    kept: list[int]
+    left: list[int]
+    num_fresh: int
+    num_live: int  # live tokens outside the blocks that stay as they are
+
+
+class FillPlanner:
+    """Packs a request. Free blocks are needed only to copy survivors out of blocks that others hold too."""
+
+    def plan(self, table: TableView, pool: PoolView) -> ReclamationPlan | None:
+        size = table.block_size
+        num_live = table.num_live_tokens
+        is_packed = table.cursor == num_live and len(table.block_ids) == cdiv(num_live, size)
+        if table.plan_in_flight or is_packed:
+            return None
+        blocks = _sort_blocks(table, pool)
+        fresh = pool.copy_targets(blocks.num_fresh) if blocks.num_fresh else []
+        if fresh is None:
+            return None  # copy-on-write waits for a free block
+        moves = zip(_movers(table, blocks), _holes(table, blocks, fresh), strict=True)
+        return ReclamationPlan(
+            req_id=table.req_id,
+            layout_version=table.layout_version,
+            liveness_version=table.liveness_version,
+            num_live_tokens=num_live,
+            moves=tuple(Move(table.position_at(src), table.slot_at(src), dst) for src, dst in moves),
+            freed_block_ids=tuple(table.block_ids[index] for index in blocks.left),
+            new_block_ids=tuple(fresh),
+            packed=True,
+        )
+
+
+def _sort_blocks(table: TableView, pool: PoolView) -> _Sorted:
+    size, words = table.block_size, table.live_words
+    full = (1 << size) - 1
+    private, left, num_live, last_staying = [], [], table.num_live_tokens, -1
+    for index, block in enumerate(table.block_ids):
+        if pool.is_private(block):
+            private.append(index)
+        elif words[index] == full:
+            num_live -= size
+            last_staying = index
+        else:
+            left.append(index)
+    needed = num_kept = cdiv(num_live, size)
+    if num_live % size and num_kept <= len(private) and private[num_kept - 1] < last_staying:
+        num_kept -= 1  # only the last block of the list may be partly filled: a fresh one takes its part
+    kept = private[:num_kept]
+    return _Sorted(kept, sorted([*left, *private[num_kept:]]), needed - len(kept), num_live)
+
+
+def _movers(table: TableView, blocks: _Sorted) -> Iterator[int]:
+    """Table slots of live tokens behind the first ``num_live`` slots of the kept blocks, in physical order."""
+    size, words = table.block_size, table.live_words
+    rest = blocks.num_live % size
+    tail = blocks.kept[-1] if rest and not blocks.num_fresh and blocks.kept else None
+    sources = blocks.left if tail is None else sorted([*blocks.left, tail])
+    for index in sources:
+        word = words[index] >> rest << rest if index == tail else words[index]
+        yield from set_bits(word, index * size)
+
+
+def _holes(table: TableView, blocks: _Sorted, fresh: Sequence[BlockId]) -> Iterator[int]:
+    """Pool slots to fill: the holes among the first ``num_live`` slots of kept and fresh blocks, in order."""
+    size, words, block_ids = table.block_size, table.live_words, table.block_ids
+    full = (1 << size) - 1
+    rest = blocks.num_live % size
+    last_word = (1 << rest) - 1 if rest else full
+    num_target_blocks = len(blocks.kept) + len(fresh)
+    for rank, index in enumerate(blocks.kept):
+        wanted = last_word if rank == num_target_blocks - 1 else full
+        holes = wanted & ~words[index]
+        if holes:
+            yield from set_bits(holes, block_ids[index] * size)
+    for rank, block in enumerate(fresh, start=len(blocks.kept)):
+        count = rest or size if rank == num_target_blocks - 1 else size
+        yield from islice(range(block * size, (block + 1) * size), count)

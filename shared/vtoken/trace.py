@@ -1,0 +1,128 @@
+"""Victim traces: which tokens died when, recorded in one run and replayed in any other (SPEC K-4).
+
+JSONL, one object a line. The first is the header, ``{"schema": "vtoken/victims/1", ...}`` with free metadata; each
+other one is an event. Requests are named by ``trace_key``, the index of their submission, never by an engine's own id.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vtoken.errors import SpecError
+from vtoken.types import Position
+
+__all__ = ["SCHEMA", "TraceEvent", "TraceWriter", "VictimTrace"]
+
+SCHEMA = "vtoken/victims/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """Victims chosen at one computed count; ``died[i]`` is the count at which ``chosen[i]`` dies."""
+
+    trace_key: int
+    at_computed: int
+    chosen: tuple[Position, ...]
+    died: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.chosen) != len(self.died):
+            raise SpecError(f"trace event at {self.at_computed}: {len(self.chosen)} victims, {len(self.died)} deaths")
+        if any(victim >= self.at_computed for victim in self.chosen):
+            raise SpecError(f"trace event at {self.at_computed}: it chooses tokens that are not computed yet")
+        if any(count < self.at_computed for count in self.died):
+            raise SpecError(f"trace event at {self.at_computed}: a victim dies before it is chosen")
+
+
+@dataclass(slots=True)
+class VictimTrace:
+    """A trace in memory: header metadata, events by ``trace_key`` in the order of their counts, and what was odd."""
+
+    meta: dict[str, Any] = field(default_factory=dict)
+    events: dict[int, list[TraceEvent]] = field(default_factory=lambda: defaultdict(list))
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, event: TraceEvent) -> None:
+        """Appends an event; counts of one key must not go back."""
+        known = self.events[event.trace_key]
+        if known and event.at_computed < known[-1].at_computed:
+            raise SpecError(
+                f"trace key {event.trace_key}: event at {event.at_computed} comes after {known[-1].at_computed}"
+            )
+        known.append(event)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a trace. A torn last line (a run cut off) is reported in ``warnings``; any other fault raises."""
+        lines = path.read_text(encoding="utf-8").split("\n")
+        trace = cls()
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            is_last = number == len(lines)  # a whole line ends in a newline, so that the last piece is empty
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                if not is_last or number == 1:
+                    raise SpecError(f"{path}:{number}: not a JSON line ({error}): the trace is damaged") from None
+                trace.warnings.append(f"{path}:{number}: torn last line left out ({len(line)} characters)")
+                break
+            if number == 1:
+                trace.meta = _checked_header(path, record)
+            else:
+                trace.add(_event(path, number, record))
+        if not trace.meta:
+            raise SpecError(f"{path}: empty; a trace begins with a header line")
+        return trace
+
+    def save(self, path: Path) -> None:
+        """Writes the whole trace."""
+        with TraceWriter(path, self.meta) as writer:
+            for event in _in_order(self.events):
+                writer.write(event)
+
+
+class TraceWriter:
+    """Appends events to a file as they happen; each line is whole once written."""
+
+    def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._put({**meta, "schema": SCHEMA})
+
+    def write(self, event: TraceEvent) -> None:
+        """Appends one event."""
+        self._put(asdict(event))
+
+    def _put(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _checked_header(path: Path, record: Any) -> dict[str, Any]:
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if schema != SCHEMA:
+        raise SpecError(f"{path}: schema {schema!r}, this version reads {SCHEMA!r}: record the trace again")
+    return dict(record)
+
+
+def _event(path: Path, number: int, record: Any) -> TraceEvent:
+    try:
+        return TraceEvent(record["trace_key"], record["at_computed"], tuple(record["chosen"]), tuple(record["died"]))
+    except (KeyError, TypeError) as error:
+        raise SpecError(f"{path}:{number}: no trace event ({error!r}): record the trace again") from None
+
+
+def _in_order(events: Mapping[int, Iterable[TraceEvent]]) -> list[TraceEvent]:
+    return sorted((event for key in events for event in events[key]), key=lambda event: event.at_computed)

@@ -1,0 +1,91 @@
+"""The arrays of one pool behind the spec's ``KVStore`` protocol. What is read back is what these arrays hold."""
+
+from collections.abc import Sequence
+
+import torch
+
+from vtoken.executor import Attention, Buffer, KVSpec, RequestObservation
+from vtoken.types import BlockId, Move, Position, SlotId
+from vtoken_torch.attention import attend_slots
+from vtoken_torch.copy_engine import make_copy_engine
+from vtoken_torch.device_tables import DeviceTables
+from vtoken_torch.fingerprint import fingerprint_slots
+from vtoken_torch.kv_cache import KVCache
+
+__all__ = ["TorchKVStore"]
+
+
+class TorchKVStore:
+    """KV cache, tables and free flags of one pool on one device."""
+
+    def __init__(self, spec: KVSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.cache = KVCache(spec, device)
+        self.tables = DeviceTables(spec, device)
+        self._copies = make_copy_engine(self.cache)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def write(self, slots: Sequence[SlotId], positions: Sequence[Position], kv: Buffer) -> None:
+        """Stores tokens: KV bytes ``[len(slots), token_bytes]`` and positions. Slots are distinct."""
+        self._copies.write(slots, kv)
+        self.cache.positions[self._index(slots)] = self._int32(positions)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copies KV bits and positions from source to destination slots, all layers (INV-5 holds: any order)."""
+        if not moves:
+            return
+        src, dst = [move.src_slot for move in moves], [move.dst_slot for move in moves]
+        self._copies.move(src, dst)
+        positions = self.cache.positions
+        positions[self._index(dst)] = positions[self._index(src)]
+
+    def set_row(self, row: int, block_ids: Sequence[BlockId], live_words: Sequence[int]) -> None:
+        """Rewrites one request's row: its block ids and live words; what was there before is gone."""
+        self.tables.set_row(row, block_ids, live_words)
+
+    def set_words(self, row: int, indices: Sequence[int], live_words: Sequence[int]) -> None:
+        """Updates live words at some block indices of a row."""
+        self.tables.set_words(row, indices, live_words)
+
+    def set_free(self, block_ids: Sequence[BlockId], free: bool) -> None:
+        """Flags blocks as free or not."""
+        self.tables.set_free(block_ids, free)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def attend(self, row: int, q: Buffer, query_positions: Sequence[Position]) -> Attention:
+        """Masked attention over the row's live slots; a query sees the tokens at its position or before."""
+        spec = self.spec
+        queries = torch.frombuffer(bytearray(q), dtype=torch.float32).to(self.cache.device)
+        queries = queries.view(len(query_positions), spec.num_layers, spec.num_query_heads, spec.head_size)
+        return attend_slots(self.cache, self.tables.live_slots(row), queries, self._int32(query_positions))
+
+    def read_row(self, row: int) -> RequestObservation:
+        """Reads a request back from the arrays."""
+        block_ids, live_words = self.tables.read_row(row)
+        slots = self.tables.live_slots(row)
+        data, size = self._copies.read(slots), self.spec.token_bytes
+        return RequestObservation(
+            block_ids=block_ids,
+            live_words=live_words,
+            positions=tuple(self.cache.positions[slots].tolist()),
+            kv=tuple(bytes(data[first : first + size]) for first in range(0, len(data), size)),
+            fingerprint=fingerprint_slots(self.cache, slots),
+        )
+
+    def fingerprint_row(self, row: int) -> str:
+        """The fingerprint of ``read_row`` alone: no KV leaves the device."""
+        return fingerprint_slots(self.cache, self.tables.live_slots(row))
+
+    def read_free(self) -> frozenset[BlockId]:
+        """Blocks flagged free."""
+        return self.tables.read_free()
+
+    # -- to the device -----------------------------------------------------------------------------------------------
+
+    def _index(self, slots: Sequence[SlotId]) -> torch.Tensor:
+        return torch.tensor(slots, dtype=torch.int64, device=self.cache.device)
+
+    def _int32(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.cache.device)
