@@ -45,8 +45,13 @@ make_venv() {
     "$python" -m venv --clear "$VENV" || die "could not make $VENV" "make room on the disk, or name another Python by VTOKEN_PYTHON"
 }
 
-fingerprint() { # changes when the environment has to
-    { cat pyproject.toml scripts/setup.sh "$CONSTRAINTS"; "$VENV/bin/python" -VV; pwd; echo "$DEVICE"; } | cksum
+fingerprint() { # changes when the environment has to; the settings of linters and tests do not count
+    {
+        "$VENV/bin/python" -VV
+        "$VENV/bin/python" -c 'import tomllib; t = tomllib.load(open("pyproject.toml", "rb")); print(t["project"], t["tool"]["hatch"])'
+        cat scripts/setup.sh "$CONSTRAINTS"
+        echo "$PWD $DEVICE"
+    } | cksum
 }
 
 progress() { # stdin to the log; on a terminal the package at hand, in one line

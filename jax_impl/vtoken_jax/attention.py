@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vtoken_jax.buckets import chunks, pad
+from vtoken_jax.device_tables import Tables, words_per_block
 from vtoken_jax.kernels.decode_xla import paged_attention
 from vtoken_jax.kv_cache import KVCache
-from vtoken_jax.tables import Tables, words_per_block
 
 __all__ = ["attend_row"]
 

@@ -21,4 +21,8 @@ def move_tokens(cache: KVCache, src_slots: jax.Array, dst_slots: jax.Array) -> K
         src_slots: ``[n]`` int32; padding is 0.
         dst_slots: ``[n]`` int32, distinct; padding lies out of range and is dropped.
     """
-    return jax.tree.map(lambda plane: plane.at[dst_slots].set(plane[src_slots], mode="drop"), cache)
+
+    def moved(plane: jax.Array) -> jax.Array:
+        return plane.at[dst_slots].set(plane[src_slots], mode="drop")
+
+    return KVCache(tuple(map(moved, cache.k)), tuple(map(moved, cache.v)), moved(cache.positions))

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from vtoken.executor import KVSpec
 from vtoken.paged_executor import PagedExecutor
-from vtoken_jax.store import JaxKVStore
+from vtoken_jax.kv_store import JaxKVStore
 
 __all__ = ["JaxExecutor"]
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from vtoken.fingerprint import SALTS
 from vtoken_jax.kv_cache import KVCache
@@ -24,7 +25,7 @@ def make_weights(*, num_planes: int, width: int, item_bytes: int) -> jax.Array:
     """Odd weights ``[num_planes, words_per_element, num_salts, width]`` uint32 of every 16-bit word of a token."""
     words = max(1, item_bytes // 2)
     index = jnp.arange(num_planes * width * words, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
-    weights = _fmix32(index[:, None] + jnp.array(SALTS, jnp.uint32)) | jnp.uint32(1)
+    weights: jax.Array = _fmix32(index[:, None] + jnp.array(SALTS, jnp.uint32)) | jnp.uint32(1)
     return weights.reshape(num_planes, width, words, len(SALTS)).transpose(0, 2, 3, 1)
 
 
@@ -36,7 +37,7 @@ def _words(rows: jax.Array) -> list[jax.Array]:
 
 
 @jax.jit
-def add_tokens(total: jax.Array, cache: KVCache, weights: jax.Array, slots: jax.Array, count: int) -> jax.Array:
+def add_tokens(total: ArrayLike, cache: KVCache, weights: jax.Array, slots: jax.Array, count: int) -> jax.Array:
     """Adds the first ``count`` of ``slots`` ``[n]`` to a sequence's fingerprint ``[num_salts]`` uint32.
 
     Products are summed over planes first and along the row last: XLA then runs one vectorised loop over gathered rows
@@ -49,4 +50,4 @@ def add_tokens(total: jax.Array, cache: KVCache, weights: jax.Array, slots: jax.
     tokens = _fmix32(jnp.sum(sums, axis=-1, dtype=jnp.uint32))
     places = _fmix32(cache.positions[slots].astype(jnp.uint32) + jnp.uint32(1))
     counted = jnp.where(jnp.arange(len(slots)) < count, _fmix32(tokens ^ places), jnp.uint32(0))
-    return total + jnp.sum(counted, axis=-1, dtype=jnp.uint32)
+    return jnp.sum(counted, axis=-1, dtype=jnp.uint32) + total

@@ -42,6 +42,7 @@ def storage_dtype(item_bytes: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(f"<u{item_bytes}")
 
 
+@partial(jax.jit, static_argnums=0)
 def make_cache(spec: KVSpec) -> KVCache:
     """A pool in which nothing is written: every bit of K and V is set, which is NaN in every float format."""
     shape, dtype = (spec.num_slots, spec.num_kv_heads * spec.head_size), storage_dtype(spec.item_bytes)

@@ -54,7 +54,7 @@ class BlockPool:
 
     def is_private(self, block_id: BlockId) -> bool:
         """Held once and not hashed for the prefix cache (INV-7: only such a block is ever written)."""
-        return self.ref_cnt(block_id) == 1 and block_id not in self._hashed
+        return self._ref_cnt.get(block_id) == 1 and block_id not in self._hashed
 
     def free_block_ids(self) -> list[BlockId]:
         """The free list, next to be taken first."""
@@ -88,10 +88,13 @@ class BlockPool:
         return blocks
 
     def take(self, block_ids: Sequence[BlockId]) -> None:
-        """Takes these blocks (a plan's new ones) off the free list: all, or none with an error."""
-        missing = [block for block in block_ids if block not in self._free]
-        if missing or len(set(block_ids)) != len(block_ids):
-            raise SpecError(f"take: blocks {missing or list(block_ids)} are not free, or named twice: plan again")
+        """Takes these blocks (copy targets, a plan's new ones) off the free list: all, or none with an error."""
+        refused = [block for block in block_ids if block not in self._free or block in self._freed_in_pass]
+        if refused or len(set(block_ids)) != len(block_ids):
+            raise SpecError(
+                f"take: blocks {refused or list(block_ids)} are not free, were freed in this pass, or are named twice: "
+                "plan again"
+            )
         for block in block_ids:
             del self._free[block]
         self._ref_cnt.update(block_ids)

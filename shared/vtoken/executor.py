@@ -147,7 +147,11 @@ class Executor(Protocol):
     (token, layer, K then V, head, dim). ``q`` holds float32 ``[num_queries, num_layers, num_query_heads, head_size]``.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The executor's name in the entry-point group ``vtoken.executors``."""
+        ...
+
     spec: KVSpec
 
     def allocate(self, spec: KVSpec) -> None:
@@ -171,7 +175,7 @@ class Executor(Protocol):
         ...
 
     def recycle(self, req_id: ReqId, kv: Buffer) -> None:
-        """Writes the next position over the next doomed token (SPEC R-*): no copy, no growth."""
+        """Writes the next position over the next doomed token (SPEC C-1): no copy, no growth."""
         ...
 
     def launch(self, plan: ReclamationPlan) -> Ticket:

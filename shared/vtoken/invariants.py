@@ -11,7 +11,7 @@ from vtoken.block_pool import BlockPool
 from vtoken.errors import InvariantError
 from vtoken.reclamation.plan import ReclamationPlan
 from vtoken.request_table import RequestTable
-from vtoken.types import NULL_BLOCK_ID, Move, Position, ReqId, SlotId, cdiv
+from vtoken.types import NULL_BLOCK_ID, Move, Position, ReqId, SlotId
 
 __all__ = [
     "check_accounting",
@@ -34,25 +34,21 @@ def check_conservation(req_id: ReqId, before: Mapping[Position, Hashable], after
 
 
 def check_unique_mapping(tables: Mapping[ReqId, RequestTable], pool: BlockPool) -> None:
-    """INV-2: one slot for each live position, one live position for each slot; several holders only by reference count."""
+    """INV-2: one slot for each live position and one position for each slot, before the cursor; holders as counted."""
     holders: Counter[int] = Counter()
     for req_id, table in tables.items():
         holders.update(table.block_ids)
-        seen: set[Position] = set()
-        for table_slot in table.live_table_slots():
+        table_slots = list(table.live_table_slots())
+        for table_slot in table_slots:
             position = table.position_at(table_slot)
-            if position in seen or not table.is_live(position) or table.table_slot_of(position) != table_slot:
-                place = table.table_slot_of(position)
-                _fail(
-                    2,
-                    req_id,
-                    f"slot {table.slot_at(table_slot)}",
-                    f"position {position} in table slot {place}",
-                    table_slot,
-                )
-            seen.add(position)
-        if len(seen) != table.num_live_tokens:
-            _fail(2, req_id, "live positions with a slot", table.num_live_tokens, len(seen))
+            slot = f"table slot of position {position}, seen live in slot {table.slot_at(table_slot)}"
+            place = table.table_slot_of(position) if table.is_live(position) else "none, it is dead"
+            if place != table_slot:
+                _fail(2, req_id, slot, place, table_slot)
+            if table_slot >= table.cursor:
+                _fail(2, req_id, slot, f"before the cursor, {table.cursor}", table_slot)
+        if len(table_slots) != table.num_live_tokens:
+            _fail(2, req_id, "live positions with a slot", table.num_live_tokens, len(table_slots))
     for block, count in holders.items():
         if pool.ref_cnt(block) != count:
             _fail(2, None, f"holders of block {block}", pool.ref_cnt(block), count)
@@ -75,22 +71,36 @@ def check_plan(plan: ReclamationPlan, table: RequestTable) -> None:
     if not plan.packed and plan.num_blocks_gained < 1:
         _fail(4, plan.req_id, "blocks freed net", "at least 1", plan.num_blocks_gained)
     if plan.packed:
-        held = len(table.block_ids) - plan.num_blocks_gained
-        needed = cdiv(table.num_live_tokens, table.block_size)
-        if held != needed:
-            _fail(4, plan.req_id, "blocks held by a packed layout", needed, held)
+        num_full, rest = divmod(table.num_live_tokens, table.block_size)
+        packed = [(1 << table.block_size) - 1] * num_full + [(1 << rest) - 1] * bool(rest)
+        words = _words_after(plan, table)
+        if words != packed:
+            _fail(4, plan.req_id, "live words after a packed plan", packed, words)
+
+
+def _words_after(plan: ReclamationPlan, table: RequestTable) -> list[int]:
+    size = table.block_size
+    words = dict(zip(table.block_ids, table.live_words, strict=True)) | dict.fromkeys(plan.new_block_ids, 0)
+    for move in plan.moves:
+        words[move.src_slot // size] &= ~(1 << move.src_slot % size)
+    for move in plan.moves:
+        words[move.dst_slot // size] |= 1 << move.dst_slot % size
+    return [word for block, word in words.items() if block not in plan.freed_block_ids]
 
 
 def check_launch(
     plans: Sequence[ReclamationPlan], tables: Mapping[ReqId, RequestTable], freed_in_pass: Iterable[int] = ()
 ) -> None:
-    """INV-5: over all moves of one launch, before they are committed."""
+    """INV-5: over all moves of one launch, before they are committed. Holders of a block may read one slot each."""
     live = {slot for table in tables.values() for slot in table.live_slots()}
     freed = set(freed_in_pass)
     sources: set[SlotId] = set()
     destinations: set[SlotId] = set()
     for plan in plans:
         size = tables[plan.req_id].block_size
+        for slot, count in Counter(move.src_slot for move in plan.moves).items():
+            if count > 1:
+                _fail(5, plan.req_id, f"source slot {slot}", "named once", f"named {count} times")
         for move in plan.moves:
             if move.src_slot not in live:
                 _fail(5, plan.req_id, f"source slot {move.src_slot}", "live", "dead")

@@ -161,6 +161,7 @@ class PagedExecutor:
     def launch(self, plan: ReclamationPlan) -> Ticket:
         table = self.tables[plan.req_id]
         table.check_plan(plan)
+        self._check_targets(plan)
         self.pool.take(plan.new_block_ids)
         table.apply_plan(plan)
         self.store.move(plan.moves)
@@ -222,6 +223,15 @@ class PagedExecutor:
             raise SpecError(f"num_tokens={num_tokens}: write at least one token")
         if len(kv) != num_tokens * self.spec.token_bytes:
             raise SpecError(f"kv has {len(kv)} bytes, {num_tokens} tokens need {num_tokens * self.spec.token_bytes}")
+
+    def _check_targets(self, plan: ReclamationPlan) -> None:
+        blocks = {move.dst_slot // self.spec.block_size for move in plan.moves}
+        for block in sorted(blocks.difference(plan.new_block_ids)):
+            if not self.pool.is_private(block):
+                raise SpecError(
+                    f"INV-7: plan of request {plan.req_id!r} writes into block {block}, which is shared or hashed: "
+                    "plan again"
+                )
 
     def _claim_row(self, req_id: ReqId) -> None:
         if req_id in self._rows:

@@ -66,8 +66,8 @@ class RequestTable(TableLayout):
     def sync_new_tokens(self, block_ids: Sequence[BlockId], total_len: int) -> None:
         """Registers positions up to ``total_len``; ``block_ids`` is the whole current list. Idempotent.
 
-        New tokens take the slots from the cursor on. The list is compared whole when its length changes, else at its
-        tail, so that a decode step costs the same at any length.
+        New tokens take the slots from the cursor on. The list is compared at the last known block alone, so that a
+        decode step costs the same at any length.
         """
         num_new = total_len - len(self._state)
         if num_new < 0:
@@ -82,7 +82,8 @@ class RequestTable(TableLayout):
                 f"sync_new_tokens: request {self.req_id!r} needs {cdiv(end, self.block_size)} blocks for "
                 f"total_len={total_len}, block_ids has {len(block_ids)}"
             )
-        self._add_blocks(block_ids[len(self.block_ids) :])
+        if len(block_ids) > len(self.block_ids):
+            self._add_blocks(block_ids[len(self.block_ids) :])
         if num_new:
             self._recycled = None
             self._write_new(num_new)
@@ -123,6 +124,7 @@ class RequestTable(TableLayout):
                 raise SpecError(f"doom: position {position} of request {self.req_id!r} is {state}: choose live tokens")
         for position in positions:
             self._state[position] = _DOOMED
+        self._recycled = None
         self._doomed.extend(positions)
         self.num_doomed_tokens += len(positions)
         self.liveness_version += bool(positions)
@@ -153,15 +155,20 @@ class RequestTable(TableLayout):
         return self.slot_at(table_slot)
 
     def rollback_recycle(self) -> Position:
-        """Takes back the last, tentative recycle: its victim, returned, is doomed again and first in the queue."""
+        """Takes back the last recycle: its victim, returned, is doomed again and first in the queue.
+
+        A recycle stays tentative until the next append, kill, doom or recycle of the request.
+        """
         if self._recycled is None:
             raise SpecError(f"rollback_recycle: request {self.req_id!r} has no recycle to take back")
         victim, self._recycled = self._recycled, None
-        self._position[self._place.pop()] = victim
+        table_slot = self._place.pop()  # not the victim's old one if a plan has moved the new token since
+        self._place[victim], self._position[table_slot] = table_slot, victim
         self._state.pop()
         self._state[victim] = _DOOMED
-        if victim not in self._doomed:
-            self._doomed.appendleft(victim)
+        if victim in self._doomed:
+            self._doomed.remove(victim)
+        self._doomed.appendleft(victim)
         self.num_doomed_tokens += 1
         return victim
 
@@ -175,30 +182,29 @@ class RequestTable(TableLayout):
         return positions
 
     def _check_block_list(self, block_ids: Sequence[BlockId]) -> None:
-        num_old = len(self.block_ids)
-        grew = len(block_ids) != num_old
-        if len(block_ids) < num_old or (
-            list(block_ids[:num_old]) != self.block_ids if grew else block_ids[-1:] != self.block_ids[-1:]
-        ):
+        num_known = len(self.block_ids)
+        if len(block_ids) < num_known or (num_known and block_ids[num_known - 1] != self.block_ids[-1]):
             raise SpecError(
                 f"sync_new_tokens: block_ids of request {self.req_id!r} do not extend its block list "
                 f"({len(self.block_ids)} blocks known, {len(block_ids)} given): change blocks through apply_plan"
             )
 
     def _add_blocks(self, new_block_ids: Sequence[BlockId]) -> None:
-        if new_block_ids:
-            self.block_ids.extend(new_block_ids)
-            self.live_words.extend([0] * len(new_block_ids))
-            self._position.frombytes(bytes(self._position.itemsize * self.block_size * len(new_block_ids)))
-            self.layout_version += 1
+        self.block_ids.extend(new_block_ids)
+        self.live_words.extend([0] * len(new_block_ids))
+        self._position.frombytes(bytes(self._position.itemsize * self.block_size * len(new_block_ids)))
+        self.layout_version += 1
 
     def _write_new(self, num_new: int) -> None:
-        first, end, size = len(self._state), self.cursor + num_new, self.block_size
-        self._position[self.cursor : end] = array("i", range(first, first + num_new))
-        self._place.extend(range(self.cursor, end))
+        first, start, size = len(self._state), self.cursor, self.block_size
+        end = start + num_new
+        self._position[start:end] = array("i", range(first, first + num_new))
+        self._place.extend(range(start, end))
         self._state.extend(bytes(num_new))
-        for index in range(self.cursor // size, cdiv(end, size)):
-            low, high = max(self.cursor - index * size, 0), min(end - index * size, size)
-            self.live_words[index] |= (1 << high) - (1 << low)
+        while start < end:
+            index, offset = divmod(start, size)
+            count = min(size - offset, end - start)
+            self.live_words[index] |= (1 << count) - 1 << offset
+            start += count
         self.cursor = end
         self.num_live_tokens += num_new

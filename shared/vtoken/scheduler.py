@@ -8,10 +8,11 @@ One pass over the running requests, in this order:
     end_pass()                 the executor's step is over; fences pass
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
+from operator import itemgetter
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import PoolExhausted, SpecError
@@ -20,7 +21,6 @@ from vtoken.reclamation.admission import Admission, admission, count_pool
 from vtoken.reclamation.manager import ReclamationManager
 from vtoken.reclamation.plan import TableView
 from vtoken.reclamation.recycle import recyclable
-from vtoken.trace import TraceEvent
 from vtoken.types import Position, ReqId, cdiv
 from vtoken.victims import Occasion, VictimSource
 
@@ -43,8 +43,12 @@ class Counters:
 class _Running:
     trace_key: int
     prompt_len: int
+    must_evict: bool
     num_writing: int = 0
-    deaths: deque[int] = field(default_factory=deque)  # counts of the doomed tokens, in the order of the queue
+    deaths: dict[Position, int] = field(default_factory=dict)  # counts at which the doomed tokens die, ascending
+
+    def occasion(self, after_chunk: bool = False, under_pressure: bool = False) -> Occasion:
+        return Occasion(self.trace_key, self.prompt_len, after_chunk, under_pressure, self.must_evict)
 
 
 class KVScheduler:
@@ -55,47 +59,48 @@ class KVScheduler:
         config: VTokenConfig,
         executor: Executor,
         victims: VictimSource,
-        on_event: Callable[[TraceEvent], None] | None = None,
     ) -> None:
         self.config = config
         self.executor = executor
         self.victims = victims
         self.counters = Counters()
         self.manager = ReclamationManager(config)
-        self._on_event = on_event
         self._running: dict[ReqId, _Running] = {}
         self._step = 0
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def can_admit(self, num_tokens_now: int, worst_case_tokens: int, chunk_tokens: int = 0) -> Admission:
-        """Whether a request may start that writes ``num_tokens_now`` first and has ``worst_case_tokens`` live at most."""
+        """Whether a request may start that writes ``num_tokens_now`` now and has ``worst_case_tokens`` live at most."""
         tables = [self.executor.table_view(req_id) for req_id in self._running]
         counters = count_pool(tables, self.executor.pool_view(), self.config)
         size = self.executor.spec.block_size
         return admission(counters, cdiv(num_tokens_now, size), cdiv(worst_case_tokens + chunk_tokens, size))
 
-    def admit(self, req_id: ReqId, trace_key: int, prompt_len: int) -> None:
-        """Starts a request. ``trace_key`` is its submission index, the same in every paired run."""
+    def admit(self, req_id: ReqId, trace_key: int, prompt_len: int, total_len: int = 0) -> None:
+        """Starts a request. ``trace_key`` is its submission index, the same in every paired run.
+
+        If ``total_len`` (prompt and output at most) exceeds the pool, it evicts whatever ``when`` says.
+        """
         if prompt_len < 1:
             raise SpecError(f"prompt_len={prompt_len} of request {req_id!r}: give at least 1 token")
         self.executor.admit(req_id)
-        self._running[req_id] = _Running(trace_key, prompt_len)
+        spec = self.executor.spec
+        must_evict = total_len > (spec.num_blocks - 1) * spec.block_size
+        self._running[req_id] = _Running(trace_key, prompt_len, must_evict)
 
     def finish(self, req_id: ReqId) -> None:
         """Ends a request."""
         self.executor.finish(req_id)
-        self._forget(req_id)
+        self.victims.finish(self._running.pop(req_id).trace_key)
+        self.manager.forget(req_id)
 
     def preempt(self, req_id: ReqId) -> None:
         """Drops a request's KV; admit it again under the same trace_key to rebuild it."""
         self.executor.preempt(req_id)
-        self._forget(req_id)
-        self.counters.num_preemptions += 1
-
-    def _forget(self, req_id: ReqId) -> None:
-        self.victims.forget(self._running.pop(req_id).trace_key)
+        self.victims.restart(self._running.pop(req_id).trace_key)
         self.manager.forget(req_id)
+        self.counters.num_preemptions += 1
 
     # -- one pass ----------------------------------------------------------------------------------------------------
 
@@ -120,15 +125,13 @@ class KVScheduler:
         return plan.num_blocks_gained
 
     def write(self, req_id: ReqId, num_tokens: int, kv: Buffer) -> None:
-        """Writes the step's tokens. Raises PoolExhausted with nothing changed; another plan of this or any other
-        request may make room.
-        """
+        """Writes the step's tokens, after plans for room if need be; raises PoolExhausted with nothing written."""
         running = self._running[req_id]
         if num_tokens != running.num_writing:
             raise SpecError(f"request {req_id!r} writes {num_tokens} tokens, begin_pass was told {running.num_writing}")
         if self._will_recycle(req_id, running):
             self.executor.recycle(req_id, kv)
-            running.deaths.popleft()
+            running.deaths.pop(next(iter(running.deaths)))
             self.counters.num_recycled_tokens += 1
             self.counters.num_evicted_tokens += 1
             return
@@ -136,14 +139,17 @@ class KVScheduler:
         try:
             self.executor.append(req_id, num_tokens, kv)
         except PoolExhausted:
-            if not any(self.reclaim(other, force=True) for other in self._running):
-                raise
-            self.executor.append(req_id, num_tokens, kv)
+            for other in self._running:
+                if self.reclaim(other, force=True):
+                    with suppress(PoolExhausted):
+                        self.executor.append(req_id, num_tokens, kv)
+                        return
+            raise
 
     def end_step(self, req_id: ReqId, after_chunk: bool = False) -> None:
         """Asks for victims at the new count; those that die at once are dead before the next pass."""
         running = self._running[req_id]
-        self._choose(req_id, running, Occasion(running.trace_key, running.prompt_len, after_chunk=after_chunk))
+        self._choose(req_id, running, running.occasion(after_chunk=after_chunk))
 
     def end_pass(self) -> None:
         """The engine's step is over: copies and forwards are done, fenced blocks come back."""
@@ -163,10 +169,11 @@ class KVScheduler:
         for req_id in sorted(
             self._running, key=lambda name: (-self._blocks_to_give(name), self._running[name].trace_key)
         ):
-            if pool.num_free >= self.config.pressure_high * total or self._blocks_to_give(req_id) <= 0:
+            is_enough = pool.num_free + pool.num_in_flight >= self.config.pressure_high * total
+            if (is_enough and (gave or not queue_blocked)) or self._blocks_to_give(req_id) <= 0:
                 break
             running = self._running[req_id]
-            self._choose(req_id, running, Occasion(running.trace_key, running.prompt_len, under_pressure=True))
+            self._choose(req_id, running, running.occasion(under_pressure=True))
             if self.reclaim(req_id, force=True):
                 gave.append(req_id)
         return gave
@@ -183,50 +190,43 @@ class KVScheduler:
         if running.num_writing != 1 or not (config.variant == "vtoken" and config.mode == "eager" and config.recycle):
             return False
         table, pool = self.executor.table_view(req_id), self.executor.pool_view()
-        is_packed = not self.manager.check(table, pool, self._step)
-        return self._num_due(table, running) == 1 and is_packed and recyclable(table, pool) is not None
+        if self._num_due(table, running) != 1 or self.manager.check(table, pool, self._step):
+            return False
+        return recyclable(table, pool) == next(iter(running.deaths))
 
     @staticmethod
     def _num_due(table: TableView, running: _Running) -> int:
         """Doomed tokens that are dead in the step that writes ``num_writing`` tokens (SPEC K-2)."""
         end = table.num_computed_tokens + running.num_writing
-        return sum(1 for _ in takewhile(lambda count: count < end, running.deaths))
+        return sum(1 for _ in takewhile(lambda count: count < end, running.deaths.values()))
 
     def _kill_due(self, req_id: ReqId, running: _Running) -> None:
         table = self.executor.table_view(req_id)
         num_due = self._num_due(table, running)
         if num_due:
-            self._kill(req_id, table.next_doomed(num_due))
-            for _ in range(num_due):
-                running.deaths.popleft()
+            self._kill(req_id, running, list(islice(running.deaths, num_due)))
 
-    def _kill(self, req_id: ReqId, positions: Sequence[Position]) -> None:
+    def _kill(self, req_id: ReqId, running: _Running, positions: Sequence[Position]) -> None:
         if positions:
             self.counters.num_evicted_tokens += len(self.executor.kill(req_id, positions))
+            for position in positions:
+                running.deaths.pop(position, None)
 
     def _choose(self, req_id: ReqId, running: _Running, occasion: Occasion) -> None:
         if self.config.variant == "native":
             return
-        table = self.executor.table_view(req_id)
-        event = self.victims.choose(table, occasion)
-        if occasion.under_pressure and table.num_doomed_tokens:
-            event = self._with_doomed(table, running, event, occasion.trace_key)
+        event = self.victims.choose(self.executor.table_view(req_id), occasion)
         if event is None:
             return
-        if self._on_event:
-            self._on_event(event)
-        deaths = list(zip(event.died, event.chosen, strict=True))
+        # A batch that dies by the schedule has one death at each count; any other dies at once as far as it is due.
         at_once = occasion.after_chunk or occasion.under_pressure or any(a >= b for a, b in pairwise(event.died))
-        later = [(count, victim) for count, victim in deaths if count > event.at_computed or not at_once]
-        self._kill(req_id, [victim for count, victim in deaths if (count, victim) not in later])
+        deaths = dict(zip(event.chosen, event.died, strict=True))
+        later = {
+            victim: count
+            for victim, count in deaths.items()
+            if victim not in running.deaths and (count > event.at_computed or not at_once)
+        }
+        self._kill(req_id, running, [victim for victim in deaths if victim not in later])
         if later:
-            self.executor.doom(req_id, [victim for _, victim in later])
-            running.deaths.extend(count for count, _ in later)
-
-    @staticmethod
-    def _with_doomed(table: TableView, running: _Running, event: TraceEvent | None, trace_key: int) -> TraceEvent:
-        """Under pressure the doomed tokens die now, with the newly chosen ones; the trace says so."""
-        victims = (*table.next_doomed(table.num_doomed_tokens), *(event.chosen if event else ()))
-        running.deaths.clear()
-        computed = table.num_computed_tokens
-        return TraceEvent(trace_key, computed, victims, (computed,) * len(victims))
+            self.executor.doom(req_id, later)
+            running.deaths = dict(sorted({**running.deaths, **later}.items(), key=itemgetter(1)))

@@ -135,10 +135,10 @@ class TableLayout:
                 )
             dst_block, dst_offset = divmod(dst_slot, size)
             index = index_of.get(dst_block, -1)
-            is_hole = index >= 0 and dst_block not in freed and not self.live_words[index] >> dst_offset & 1
-            if not (is_hole or dst_block in new):
+            is_hole = plan.packed and index >= 0 and not self.live_words[index] >> dst_offset & 1
+            if not ((is_hole and dst_block not in freed) or dst_block in new):  # SPEC T-5
                 raise SpecError(
-                    f"INV-5: plan moves position {position} of request {self.req_id!r} to slot {dst_slot}: no hole there"
+                    f"INV-5: plan of request {self.req_id!r} moves position {position} to slot {dst_slot}: no hole"
                 )
             if src_slot in sources or dst_slot in destinations:
                 raise SpecError(f"INV-5: plan of request {self.req_id!r} names slot {src_slot} or {dst_slot} twice")

@@ -25,6 +25,7 @@ class Occasion:
     prompt_len: int
     after_chunk: bool = False
     under_pressure: bool = False
+    must_evict: bool = False  # longer than the pool: by interval, whatever ``when`` says (SPEC M-5)
 
 
 class VictimSource(Protocol):
@@ -34,45 +35,13 @@ class VictimSource(Protocol):
         """An event at the table's computed count, or None. Mutates no table."""
         ...
 
-    def forget(self, trace_key: int) -> None:
-        """The request was preempted: it is rebuilt from its first token."""
+    def restart(self, trace_key: int) -> None:
+        """The request was preempted and is rebuilt from its first token: past deaths apply again at chunk ends."""
         ...
 
-
-class PolicyVictims:
-    """Asks a policy at intervals, after prefill chunks, and under pressure."""
-
-    def __init__(self, config: VTokenConfig, policy: Policy, scores: Scores | None = None) -> None:
-        self.config = config
-        self.policy = policy
-        self._scores = scores
-        self._last_count: dict[int, int] = {}
-
-    def choose(self, table: TableView, occasion: Occasion) -> TraceEvent | None:
-        computed = table.num_computed_tokens
-        if not self._is_due(computed, occasion):
-            return None
-        self._last_count[occasion.trace_key] = computed
-        positions = table.candidates()
-        mass, rows = self._scores(occasion.trace_key, positions) if self._scores else ((), ())
-        view = RequestView(computed, occasion.prompt_len, positions, self.config, mass, rows)
-        victims = tuple(self.policy.select_victims(view))
-        if not victims:
-            return None
-        at_once = occasion.after_chunk or occasion.under_pressure
-        died = death_counts(victims, computed, self.config.interval, at_once)
-        return TraceEvent(occasion.trace_key, computed, victims, tuple(died))
-
-    def forget(self, trace_key: int) -> None:
-        self._last_count.pop(trace_key, None)
-
-    def _is_due(self, computed: int, occasion: Occasion) -> bool:
-        if occasion.under_pressure:
-            return True
-        if self.config.when == "pressure":
-            return False
-        last = self._last_count.get(occasion.trace_key, 0)
-        return occasion.after_chunk or computed - last >= self.config.interval
+    def finish(self, trace_key: int) -> None:
+        """The request has ended; nothing is kept for it."""
+        ...
 
 
 class TraceVictims:
@@ -96,5 +65,82 @@ class TraceVictims:
         died = tuple(deaths[victim] for victim in in_order)
         return TraceEvent(key, computed, tuple(in_order), died) if in_order else None
 
-    def forget(self, trace_key: int) -> None:
+    def is_exhausted(self, trace_key: int) -> bool:
+        """Whether every event of a request has been replayed."""
+        return self._next.get(trace_key, 0) >= len(self._trace.events.get(trace_key, []))
+
+    def restart(self, trace_key: int) -> None:
         self._next.pop(trace_key, None)
+
+    def finish(self, trace_key: int) -> None:
+        self._next.pop(trace_key, None)
+
+
+class PolicyVictims:
+    """Asks a policy at intervals, after prefill chunks, and under pressure; ``on_event`` records what it chose.
+
+    A preempted request first repeats its own events, since the scores behind them are gone.
+    """
+
+    def __init__(
+        self,
+        config: VTokenConfig,
+        policy: Policy,
+        scores: Scores | None = None,
+        on_event: Callable[[TraceEvent], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self._scores = scores
+        self._on_event = on_event
+        self._last_count: dict[int, int] = {}
+        self._past = VictimTrace()
+        self._repeat = TraceVictims(self._past)
+        self._rebuilding: set[int] = set()
+
+    def choose(self, table: TableView, occasion: Occasion) -> TraceEvent | None:
+        key = occasion.trace_key
+        if key in self._rebuilding:
+            event = self._repeat.choose(table, occasion)
+            if self._repeat.is_exhausted(key):
+                self._rebuilding.discard(key)
+            return event
+        victims = self._select(table, occasion) if self._is_due(table.num_computed_tokens, occasion) else ()
+        doomed = table.next_doomed(table.num_doomed_tokens) if occasion.under_pressure else []
+        if not victims and not doomed:
+            return None
+        at_once = occasion.after_chunk or occasion.under_pressure
+        computed = table.num_computed_tokens
+        chosen = (*doomed, *sorted(victims))
+        event = TraceEvent(key, computed, chosen, tuple(death_counts(chosen, computed, self.config.interval, at_once)))
+        self._past.add(event)
+        if self._on_event:
+            self._on_event(event)
+        return event
+
+    def restart(self, trace_key: int) -> None:
+        self._repeat.restart(trace_key)
+        if not self._repeat.is_exhausted(trace_key):
+            self._rebuilding.add(trace_key)
+
+    def finish(self, trace_key: int) -> None:
+        self._past.events.pop(trace_key, None)
+        self._repeat.finish(trace_key)
+        self._rebuilding.discard(trace_key)
+        self._last_count.pop(trace_key, None)
+
+    def _is_due(self, computed: int, occasion: Occasion) -> bool:
+        if occasion.under_pressure:
+            return True
+        if self.config.when == "pressure" and not occasion.must_evict:
+            return False
+        last = self._last_count.get(occasion.trace_key, 0)
+        return occasion.after_chunk or computed - last >= self.config.interval
+
+    def _select(self, table: TableView, occasion: Occasion) -> Sequence[Position]:
+        computed, positions = table.num_computed_tokens, table.candidates()
+        self._last_count[occasion.trace_key] = computed
+        mass, rows = self._scores(occasion.trace_key, positions) if self._scores else ((), ())
+        return self.policy.select_victims(
+            RequestView(computed, occasion.prompt_len, positions, self.config, mass, rows)
+        )

@@ -25,7 +25,7 @@ def attend_slots(cache: KVCache, slots: Tensor, q: Tensor, query_positions: Tens
     out = torch.empty_like(q)
     mass = torch.zeros(len(slots), dtype=torch.float32, device=cache.device)
     for layer in range(cache.spec.num_layers):
-        keys, values = cache.keys(layer)[slots].float(), cache.values(layer)[slots].float()
+        keys, values = (rows.index_select(0, slots).float() for rows in (cache.keys(layer), cache.values(layer)))
         out[:, layer], layer_mass = attend_layer(q[:, layer], keys, values, visible)
         mass += layer_mass
     mass /= cache.spec.num_layers
@@ -46,8 +46,8 @@ def attend_layer(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tu
     hidden = ~visible.unsqueeze(1)  # [num_queries, 1, num_tokens]
     num_queries, _, head_size = q.shape
     grouped = q.reshape(num_queries, keys.shape[1], -1, head_size) * head_size**-0.5
-    scores = torch.einsum("qhgd,thd->hqgt", grouped, keys).masked_fill(hidden, -torch.inf)
-    weights = scores.softmax(-1).masked_fill(hidden, 0.0)  # a row without a visible token is NaN before the fill
+    scores = torch.einsum("qhgd,thd->hqgt", grouped, keys).masked_fill_(hidden, -torch.inf)
+    weights = scores.softmax(-1).masked_fill_(hidden, 0.0)  # a row without a visible token is NaN before the fill
     out = torch.einsum("hqgt,thd->qhgd", weights, values)
     return out.flatten(1, 2), weights.sum((0, 1, 2))
 

@@ -37,7 +37,8 @@ class CopyEngine(Protocol):
 class HostCopyEngine:
     """On the CPU: numpy rows of opaque bytes, one memcpy a row, in the caller's thread.
 
-    Faster than index_copy on int64 views at every size, by 10 to 25 times for a single move.
+    From 16 moves on, 1.5 to 4 times as fast as index_copy on int64 views (60 planes of 384 or 768 bytes); below, the
+    calls for each plane weigh more than the copies.
     """
 
     def __init__(self, cache: KVCache) -> None:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from vtoken_jax.tables import WORD_BITS, words_per_block
+from vtoken_jax.device_tables import WORD_BITS, words_per_block
 
 __all__ = ["paged_attention"]
 
@@ -39,15 +39,15 @@ def paged_attention(
     """
     num_queries, num_query_heads, head_size = q.shape
     num_kv_heads = k_plane.shape[1] // head_size
-    slots = (block_ids[:, None] * block_size + jnp.arange(block_size)).ravel()
     live = _live_bits(live_words, len(block_ids), block_size)
 
     def rows(plane: jax.Array) -> jax.Array:
-        elements = jax.lax.bitcast_convert_type(plane[slots], jnp.dtype(kv_dtype)).astype(jnp.float32)
-        elements = jnp.where(live[:, None], elements, 0.0)
-        return elements.reshape(-1, num_kv_heads, head_size).transpose(1, 0, 2)
+        bits = plane.reshape(-1, block_size, num_kv_heads, head_size)[block_ids]
+        elements = jax.lax.bitcast_convert_type(bits, jnp.dtype(kv_dtype)).astype(jnp.float32)
+        return jnp.where(live[:, None, None], elements.reshape(-1, num_kv_heads, head_size), 0.0)
 
-    keys, values, token_positions = rows(k_plane), rows(v_plane), positions[slots]
+    keys, values = rows(k_plane), rows(v_plane)
+    token_positions = positions.reshape(-1, block_size)[block_ids].ravel()
 
     def attend_one(query: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         vector, position = query
@@ -63,16 +63,16 @@ def _live_bits(live_words: jax.Array, num_blocks: int, block_size: int) -> jax.A
     """``[num_blocks * block_size]`` bool."""
     words = live_words.reshape(num_blocks, words_per_block(block_size), 1)
     bits = (words >> jnp.arange(WORD_BITS, dtype=jnp.uint32)) & jnp.uint32(1)
-    return bits.reshape(num_blocks, -1)[:, :block_size].ravel() > 0
+    return jnp.not_equal(bits.reshape(num_blocks, -1)[:, :block_size].ravel(), 0)
 
 
 def _attend(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One query ``[num_kv_heads, group, head_size]`` over ``[num_kv_heads, num_tokens, head_size]``; out and mass."""
+    """One query ``[num_kv_heads, group, head_size]`` over ``[num_tokens, num_kv_heads, head_size]``; out and mass."""
     exact = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("hgd,htd->hgt", q, keys, precision=exact) * q.shape[-1] ** -0.5
+    logits = jnp.einsum("hgd,thd->hgt", q, keys, precision=exact) * q.shape[-1] ** -0.5
     top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
     weights = jnp.where(visible, jnp.exp(logits - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0.0, total, 1.0)
-    out = jnp.einsum("hgt,htd->hgd", weights, jnp.where(visible[:, None], values, 0.0), precision=exact)
+    out = jnp.einsum("hgt,thd->hgd", weights, jnp.where(visible[:, None, None], values, 0.0), precision=exact)
     return out, jnp.sum(weights, axis=(0, 1))

@@ -65,7 +65,7 @@ def count_pool(tables: Iterable[TableView], pool: PoolView, config: VTokenConfig
 
 
 def admission(counters: PoolCounters, needed_blocks: int, worst_case_blocks: int) -> Admission:
-    """Answers for a request that needs ``needed_blocks`` now and ``worst_case_blocks`` (live plus a chunk) at its worst."""
+    """Answers for a request that needs ``needed_blocks`` now, and ``worst_case_blocks`` (live plus a chunk) at most."""
     usable = counters.total - counters.headroom
     if worst_case_blocks > usable:
         return Admission(

@@ -1,8 +1,10 @@
 """Planner ``evacuate`` (SPEC R-6; paper §3.3): live tokens of emptying blocks go, in order, into fresh blocks."""
 
+from bisect import bisect_left
+
 from vtoken.errors import SpecError
-from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView
-from vtoken.types import Move, cdiv, set_bits
+from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView, tokens_in
+from vtoken.types import Move, cdiv
 
 __all__ = ["EvacuatePlanner"]
 
@@ -29,15 +31,13 @@ class EvacuatePlanner:
         if targets is None or len(counts) <= len(targets):
             return None
         slots = (block * table.block_size + offset for block in targets for offset in range(table.block_size))
-        live = (slot for index in counts for slot in set_bits(table.live_words[index], index * table.block_size))
+        live = (token for index in counts for token in tokens_in(table, index, table.live_words[index]))
         return ReclamationPlan(
             req_id=table.req_id,
             layout_version=table.layout_version,
             liveness_version=table.liveness_version,
             num_live_tokens=table.num_live_tokens,
-            moves=tuple(
-                Move(table.position_at(src), table.slot_at(src), dst) for src, dst in zip(live, slots, strict=False)
-            ),
+            moves=tuple(Move(position, src, dst) for (position, src), dst in zip(live, slots, strict=False)),
             freed_block_ids=tuple(table.block_ids[index] for index in counts),
             new_block_ids=tuple(targets),
         )
@@ -55,11 +55,13 @@ class EvacuatePlanner:
     @staticmethod
     def _affordable(counts: dict[int, int], block_size: int, pool: PoolView) -> dict[int, int]:
         """The emptiest sources whose targets are free."""
+        sizes = range(1, cdiv(sum(counts.values()), block_size) + 1)
+        num_targets = bisect_left(sizes, True, key=lambda size: pool.copy_targets(size) is None)
         chosen: list[int] = []
         live = 0
         for index in sorted(counts, key=lambda i: (counts[i], i)):
-            if pool.copy_targets(cdiv(live + counts[index], block_size)) is None:
-                break
             live += counts[index]
+            if live > num_targets * block_size:
+                break
             chosen.append(index)
         return {index: counts[index] for index in sorted(chosen)}

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView
-from vtoken.types import BlockId, Move, cdiv, set_bits
+from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView, tokens_in
+from vtoken.types import BlockId, Move, Position, SlotId, cdiv, set_bits
 
 __all__ = ["FillPlanner"]
 
@@ -37,13 +37,13 @@ class FillPlanner:
         fresh = pool.copy_targets(blocks.num_fresh) if blocks.num_fresh else []
         if fresh is None:
             return None  # copy-on-write waits for a free block
-        moves = zip(_movers(table, blocks), _holes(table, blocks, fresh), strict=True)
+        pairs = zip(_movers(table, blocks), _holes(table, blocks, fresh), strict=True)
         return ReclamationPlan(
             req_id=table.req_id,
             layout_version=table.layout_version,
             liveness_version=table.liveness_version,
             num_live_tokens=num_live,
-            moves=tuple(Move(table.position_at(src), table.slot_at(src), dst) for src, dst in moves),
+            moves=tuple(Move(position, src, dst) for (position, src), dst in pairs),
             freed_block_ids=tuple(table.block_ids[index] for index in blocks.left),
             new_block_ids=tuple(fresh),
             packed=True,
@@ -69,18 +69,18 @@ def _sort_blocks(table: TableView, pool: PoolView) -> _Sorted:
     return _Sorted(kept, sorted([*left, *private[num_kept:]]), needed - len(kept), num_live)
 
 
-def _movers(table: TableView, blocks: _Sorted) -> Iterator[int]:
-    """Table slots of live tokens behind the first ``num_live`` slots of the kept blocks, in physical order."""
+def _movers(table: TableView, blocks: _Sorted) -> Iterator[tuple[Position, SlotId]]:
+    """Live tokens behind the first ``num_live`` slots of the kept blocks, in physical order."""
     size, words = table.block_size, table.live_words
     rest = blocks.num_live % size
     tail = blocks.kept[-1] if rest and not blocks.num_fresh and blocks.kept else None
     sources = blocks.left if tail is None else sorted([*blocks.left, tail])
     for index in sources:
         word = words[index] >> rest << rest if index == tail else words[index]
-        yield from set_bits(word, index * size)
+        yield from tokens_in(table, index, word)
 
 
-def _holes(table: TableView, blocks: _Sorted, fresh: Sequence[BlockId]) -> Iterator[int]:
+def _holes(table: TableView, blocks: _Sorted, fresh: Sequence[BlockId]) -> Iterator[SlotId]:
     """Pool slots to fill: the holes among the first ``num_live`` slots of kept and fresh blocks, in order."""
     size, words, block_ids = table.block_size, table.live_words, table.block_ids
     full = (1 << size) - 1

@@ -28,14 +28,16 @@ class ReclamationManager:
         self._fill = FillPlanner()
         self._release = ReleasePlanner()
         self._last_attempt: dict[ReqId, int] = {}
-        self._last_release: dict[ReqId, int] = {}
+        self._last_release: dict[ReqId, tuple[int, int]] = {}  # (layout, liveness) versions at the last release
 
     def check(self, table: TableView, pool: PoolView, step: int, force: bool = False) -> bool:
         """Whether planning is due. ``force`` (no free block is left) skips the lazy watermark and rate limit."""
         if self.config.variant == "native" or table.plan_in_flight:
             return False
         if self.config.variant == "naive":
-            return table.liveness_version != self._last_release.get(table.req_id, 0)
+            has_holes = table.cursor != table.num_live_tokens
+            seen = (table.layout_version, table.liveness_version)  # a dead tail block counts once another follows it
+            return has_holes and self._last_release.get(table.req_id) != seen
         if self.config.mode == "eager":
             num_live = table.num_live_tokens
             return table.cursor != num_live or (len(table.block_ids) - 1) * table.block_size >= num_live
@@ -46,7 +48,7 @@ class ReclamationManager:
         if not self.check(table, pool, step, force):
             return None
         if self.config.variant == "naive":
-            self._last_release[table.req_id] = table.liveness_version
+            self._last_release[table.req_id] = (table.layout_version, table.liveness_version)
             planner: Planner = self._release
         elif self.config.mode == "eager":
             planner = self._fill

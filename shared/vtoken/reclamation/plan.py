@@ -1,12 +1,12 @@
 """Plans and the two views that planners read (DESIGN §5)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from vtoken.types import BlockId, Move, Position, ReqId, SlotId
+from vtoken.types import BlockId, Move, Position, ReqId, SlotId, set_bits
 
-__all__ = ["Planner", "PoolView", "ReclamationPlan", "TableView"]
+__all__ = ["Planner", "PoolView", "ReclamationPlan", "TableView", "tokens_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +114,12 @@ class Planner(Protocol):
     """Makes a plan from one request's table and the pool. Mutates nothing; None says that nothing is to gain."""
 
     def plan(self, table: TableView, pool: PoolView) -> ReclamationPlan | None: ...
+
+
+def tokens_in(table: TableView, index: int, word: int) -> Iterator[tuple[Position, SlotId]]:
+    """Position and pool slot of the tokens of one block: those that ``word``, a part of its live word, names."""
+    first_slot = table.block_ids[index] * table.block_size
+    to_table_slot = index * table.block_size - first_slot
+    position_at = table.position_at
+    for slot in set_bits(word, first_slot):
+        yield position_at(slot + to_table_slot), slot

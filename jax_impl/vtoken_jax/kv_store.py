@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from vtoken.executor import Attention, Buffer, KVSpec, RequestObservation
 from vtoken.fingerprint import SALTS
 from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, SlotId
-from vtoken_jax import fingerprint, tables
+from vtoken_jax import device_tables, fingerprint
 from vtoken_jax.attention import attend_row
 from vtoken_jax.buckets import INDEX_SIZES, chunks, pad, token_sizes
 from vtoken_jax.compaction import move_tokens
@@ -40,15 +39,14 @@ class JaxKVStore:
     def __init__(self, spec: KVSpec) -> None:
         self.spec = spec
         self.cache = make_cache(spec)
-        self.tables = tables.make_tables(spec)
-        self.free_flags = jnp.zeros(spec.num_blocks, jnp.bool_)
+        self.tables = device_tables.make_tables(spec)
         width = spec.num_kv_heads * spec.head_size
         self._token_shape = (2 * spec.num_layers, width)
         self._weights = fingerprint.make_weights(
             num_planes=2 * spec.num_layers, width=width, item_bytes=spec.item_bytes
         )
         self._sizes = token_sizes(spec.token_bytes)
-        self._word_bytes = 4 * tables.words_per_block(spec.block_size)
+        self._words_per_block = device_tables.words_per_block(spec.block_size)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -75,24 +73,18 @@ class JaxKVStore:
         width = self.spec.num_blocks - 1
         ids = pad(np.asarray(block_ids, np.int32), width, NULL_BLOCK_ID)
         words = pad(self._encode(live_words), width, 0).ravel()
-        self.tables = tables.set_row(self.tables, row, len(block_ids), ids, words)
+        self.tables = device_tables.set_row(self.tables, row, len(block_ids), ids, words)
 
     def set_words(self, row: int, indices: Sequence[int], live_words: Sequence[int]) -> None:
         columns, words = np.asarray(indices, np.int32), self._encode(live_words)
         for piece, size in chunks(len(columns), INDEX_SIZES):
-            self.tables = self.tables._replace(
-                live_words=tables.set_words(
-                    self.tables.live_words,
-                    row,
-                    pad(columns[piece], size, self.spec.num_blocks),
-                    pad(words[piece], size, 0),
-                )
-            )
+            indices_padded = pad(columns[piece], size, self.spec.num_blocks)
+            self.tables = device_tables.set_words(self.tables, row, indices_padded, pad(words[piece], size, 0))
 
     def set_free(self, block_ids: Sequence[BlockId], free: bool) -> None:
         ids = np.asarray(block_ids, np.int32)
         for piece, size in chunks(len(ids), INDEX_SIZES):
-            self.free_flags = tables.set_free(self.free_flags, pad(ids[piece], size, self.spec.num_blocks), free)
+            self.tables = device_tables.set_free(self.tables, pad(ids[piece], size, self.spec.num_blocks), free)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -127,14 +119,14 @@ class JaxKVStore:
 
     def read_free(self) -> frozenset[BlockId]:
         # A copy on the device: a host view of the flags would make the next donation copy them.
-        return frozenset(np.flatnonzero(self.free_flags.copy()).tolist())
+        return frozenset(np.flatnonzero(self.tables.free_flags.copy()).tolist())
 
     def _layout(self, row: int) -> _Layout:
         block_size = self.spec.block_size
-        device_row = tables.read_row(self.tables, self.cache.positions, row, block_size=block_size)
+        device_row = device_tables.read_row(self.tables, self.cache.positions, row, block_size=block_size)
         block_ids, num_blocks, words, positions = (np.asarray(part) for part in device_row)
         block_ids = block_ids[:num_blocks]
-        words = words.reshape(self.spec.num_blocks - 1, -1)[:num_blocks]
+        words = words.reshape(-1, self._words_per_block)[:num_blocks]
         bits = np.unpackbits(words.astype("<u4").view(np.uint8), axis=1, count=block_size, bitorder="little")
         live = bits.ravel().astype(np.bool_)
         slots = (block_ids[:, None] * block_size + np.arange(block_size, dtype=np.int32)).ravel()
@@ -149,15 +141,16 @@ class JaxKVStore:
         return tuple(tokens)
 
     def _fingerprint(self, slots: _Ints) -> str:
-        total: jax.Array = jnp.zeros(len(SALTS), jnp.uint32)
+        total: jax.Array | npt.NDArray[np.uint32] = np.zeros(len(SALTS), np.uint32)
         for piece, size in chunks(len(slots), self._sizes):
             padded = pad(slots[piece], size, 0)
             total = fingerprint.add_tokens(total, self.cache, self._weights, padded, piece.stop - piece.start)
         return "".join(f"{half:08x}" for half in reversed(np.asarray(total).tolist()))
 
     def _encode(self, live_words: Sequence[int]) -> npt.NDArray[np.uint32]:
-        data = b"".join(word.to_bytes(self._word_bytes, "little") for word in live_words)
-        return np.frombuffer(data, "<u4").reshape(len(live_words), -1)
+        """``[len(live_words), words_per_block]``, low half first."""
+        data = b"".join(word.to_bytes(4 * self._words_per_block, "little") for word in live_words)
+        return np.frombuffer(data, "<u4").reshape(len(live_words), self._words_per_block)
 
 
 def _floats(values: npt.NDArray[np.float32]) -> "array[float]":

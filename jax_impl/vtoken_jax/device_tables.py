@@ -25,18 +25,20 @@ WORD_BITS = 32
 
 
 class Tables(NamedTuple):
-    """Layout of all requests, a pytree that is donated on every change.
+    """The layout of all requests and the free list, a pytree that is donated on every change.
 
     Attributes:
         block_table: ``[max_num_reqs, max_blocks]`` int32, padded by the null block.
         num_blocks: ``[max_num_reqs]`` int32.
         live_words: ``[max_num_reqs, max_blocks * words_per_block]`` uint32 in table order; bit o % 32 of a block's word
             o // 32 says that its slot o is live.
+        free_flags: ``[num_blocks]`` bool.
     """
 
     block_table: jax.Array
     num_blocks: jax.Array
     live_words: jax.Array
+    free_flags: jax.Array
 
 
 class Row(NamedTuple):
@@ -53,6 +55,7 @@ def words_per_block(block_size: int) -> int:
     return cdiv(block_size, WORD_BITS)
 
 
+@partial(jax.jit, static_argnums=0)
 def make_tables(spec: KVSpec) -> Tables:
     """Empty rows, each wide enough for the whole pool."""
     rows, max_blocks = spec.max_num_reqs, spec.num_blocks - 1
@@ -60,36 +63,37 @@ def make_tables(spec: KVSpec) -> Tables:
         jnp.full((rows, max_blocks), NULL_BLOCK_ID, jnp.int32),
         jnp.zeros(rows, jnp.int32),
         jnp.zeros((rows, max_blocks * words_per_block(spec.block_size)), jnp.uint32),
+        jnp.zeros(spec.num_blocks, jnp.bool_),
     )
 
 
 @partial(jax.jit, donate_argnums=0)
 def set_row(tables: Tables, row: int, num_blocks: int, block_ids: jax.Array, live_words: jax.Array) -> Tables:
     """Rewrites one row; ``block_ids`` and ``live_words`` are padded to the row's full width."""
-    return Tables(
-        tables.block_table.at[row].set(block_ids),
-        tables.num_blocks.at[row].set(num_blocks),
-        tables.live_words.at[row].set(live_words),
+    return tables._replace(
+        block_table=tables.block_table.at[row].set(block_ids),
+        num_blocks=tables.num_blocks.at[row].set(num_blocks),
+        live_words=tables.live_words.at[row].set(live_words),
     )
 
 
 @partial(jax.jit, donate_argnums=0)
-def set_words(live_words: jax.Array, row: int, indices: jax.Array, words: jax.Array) -> jax.Array:
+def set_words(tables: Tables, row: int, indices: jax.Array, words: jax.Array) -> Tables:
     """Sets the words ``[n, words_per_block]`` of blocks ``indices`` ``[n]`` of a row; padding lies out of range."""
     num_words = words.shape[1]
     columns = indices[:, None] * num_words + jnp.arange(num_words)
-    return live_words.at[row, columns].set(words, mode="drop")
+    return tables._replace(live_words=tables.live_words.at[row, columns].set(words, mode="drop"))
 
 
 @partial(jax.jit, donate_argnums=0)
-def set_free(free_flags: jax.Array, block_ids: jax.Array, free: bool) -> jax.Array:
-    """Flags blocks of ``free_flags`` ``[num_blocks]`` bool; padding in ``block_ids`` lies out of range."""
-    return free_flags.at[block_ids].set(free, mode="drop")
+def set_free(tables: Tables, block_ids: jax.Array, free: bool) -> Tables:
+    """Flags blocks ``[n]``; padding lies out of range."""
+    return tables._replace(free_flags=tables.free_flags.at[block_ids].set(free, mode="drop"))
 
 
 @partial(jax.jit, static_argnames="block_size")
 def read_row(tables: Tables, positions: jax.Array, row: int, *, block_size: int) -> Row:
     """One row in new arrays, so that the host never holds a view of a buffer that is donated later."""
     block_ids = tables.block_table[row]
-    slots = block_ids[:, None] * block_size + jnp.arange(block_size)
-    return Row(block_ids, tables.num_blocks[row], tables.live_words[row], positions[slots.ravel()])
+    row_positions = positions.reshape(-1, block_size)[block_ids].ravel()
+    return Row(block_ids, tables.num_blocks[row], tables.live_words[row], row_positions)

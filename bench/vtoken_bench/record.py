@@ -1,0 +1,80 @@
+"""Rows of a benchmark suite: as a table, and as the JSON record with its environment."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from vtoken.report import environment
+from vtoken_bench.timing import Spread
+
+__all__ = ["Row", "suite_record", "suite_table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure: its unit, its bound if it has one, and the parameters that it was taken at."""
+
+    name: str
+    unit: str
+    figure: Spread
+    bound: float | None = None
+    params: Mapping[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def within(self) -> bool:
+        """The median keeps the bound; a figure without one does."""
+        return self.bound is None or self.figure.median <= self.bound
+
+    @property
+    def label(self) -> str:
+        """Name and parameters, such as ``evict_us[batch=256]``."""
+        return f"{self.name}[{', '.join(f'{key}={value}' for key, value in self.params.items())}]"
+
+    def as_record(self) -> dict[str, Any]:
+        """The row of the JSON record."""
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "value": self.figure.median,
+            "spread": [self.figure.low, self.figure.high],
+            "bound": self.bound,
+            "within": self.within,
+            "params": dict(self.params),
+        }
+
+
+def suite_table(title: str, rows: Sequence[Row]) -> Table:
+    """Medians with their ranges; a missed bound is red."""
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    table.add_column("what")
+    for heading in ("median", "range", "bound"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("unit")
+    for row in rows:
+        figure = row.figure
+        params = ", ".join(
+            f"{key} {value:,}" if isinstance(value, int) else str(value) for key, value in row.params.items()
+        )
+        table.add_row(
+            f"{row.name}  [dim]{params}[/dim]",
+            f"{figure.median:.3g}",
+            f"{figure.low:.3g} - {figure.high:.3g}",
+            "-" if row.bound is None else f"{row.bound:g}",
+            row.unit,
+            style=None if row.within else "red",
+        )
+    return table
+
+
+def suite_record(schema: str, rows: Sequence[Row], summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON record of a suite. ``summary`` is added to whether, and where, bounds were kept."""
+    missed = [row.label for row in rows if not row.within]
+    return {
+        "schema": schema,
+        "environment": environment(),
+        "rows": [row.as_record() for row in rows],
+        "summary": {"within_bounds": not missed, "missed": missed, **summary},
+    }

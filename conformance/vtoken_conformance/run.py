@@ -1,0 +1,183 @@
+"""Runs programs and traces on executors: which ones, one after the other, and what came of each."""
+
+import difflib
+import re
+import shlex
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+from vtoken.errors import SpecError
+from vtoken.executor import Executor
+from vtoken_conformance.checked import CheckedExecutor
+from vtoken_conformance.compare import Mismatch
+from vtoken_conformance.generate import NAME_PREFIX, generate
+from vtoken_conformance.program import Program, ProgramRun
+
+__all__ = ["Failure", "Job", "ProgramJob", "Row", "run_all", "run_job", "select_jobs"]
+
+Status = Literal["passed", "failed", "error"]
+ExecutorFactory = Callable[[], Executor]
+
+_RANDOM_CASE = re.compile(rf"{re.escape(NAME_PREFIX)}(\d+)$")
+
+
+class Job(Protocol):
+    """Something to run under a name, step by step."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What the command line needs to run this job alone."""
+        ...
+
+    def start(self, executor: Executor) -> "Run":
+        """Prepares a run on this executor."""
+        ...
+
+
+class Run(Protocol):
+    """One job on one executor. ``step_number`` counts from 1 and stands at the step that failed."""
+
+    executor: CheckedExecutor
+    step_number: int
+
+    def run(self) -> None:
+        """Raises Mismatch at the first difference."""
+        ...
+
+    def step_text(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first difference of one job on one executor; ``traceback`` only where the executor itself raised."""
+
+    case: str
+    executor: str
+    rule: str
+    step: int
+    op: str
+    what: str
+    expected: str
+    got: str
+    rerun: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One job on one executor. ``fingerprint``: 16 hex digits over all requests after all steps; equal rows, equal KV."""
+
+    case: str
+    executor: str
+    status: Status
+    steps: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramJob:
+    """A case or a random program."""
+
+    program: Program
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return ("--case", self.program.name)
+
+    def start(self, executor: Executor) -> ProgramRun:
+        return ProgramRun(self.program, CheckedExecutor(executor))
+
+
+def select_jobs(programs: Sequence[Program], patterns: Sequence[str], num_seeds: int) -> list[ProgramJob]:
+    """Cases and random programs by their names; all if there is no pattern.
+
+    ``random/<seed>`` names a random program whatever ``num_seeds`` is. Raises SpecError for a pattern that matches
+    nothing, with the nearest names.
+    """
+    known = {program.name: program for program in programs}
+    names = [*known, *(f"{NAME_PREFIX}{seed}" for seed in range(num_seeds))]
+    chosen = dict.fromkeys(names if not patterns else ())
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching and _RANDOM_CASE.match(pattern):
+            matching = [pattern]
+        if not matching:
+            raise SpecError(f"--case {pattern!r} matches nothing: {_nearest(pattern, names)}")
+        chosen |= dict.fromkeys(matching)
+    return [ProgramJob(known[name] if name in known else generate(_seed(name))) for name in chosen]
+
+
+def run_all(jobs: Sequence[Job], executors: Mapping[str, ExecutorFactory]) -> Iterator[tuple[Row, Failure | None]]:
+    """All jobs on all executors. An executor serves many jobs, as ``allocate`` forgets everything; after a failure a
+    new one takes its place.
+    """
+    for name, make in executors.items():
+        executor: Executor | None = None
+        for job in jobs:
+            executor = executor or make()
+            row, failure = run_job(job, name, executor)
+            if failure:
+                executor = None
+            yield row, failure
+
+
+def run_job(job: Job, executor_name: str, executor: Executor) -> tuple[Row, Failure | None]:
+    """One job on one executor."""
+    run = job.start(executor)
+    status: Status = "passed"
+    failure = None
+    rerun = shlex.join(["vtoken", "conformance", "--executor", executor_name, *job.arguments])
+    try:
+        run.run()
+    except Mismatch as error:
+        status = "failed"
+        failure = Failure(
+            job.name,
+            executor_name,
+            error.rule,
+            run.step_number,
+            run.step_text(),
+            error.what,
+            error.expected,
+            error.got,
+            rerun,
+        )
+    except Exception as error:  # the executor's own fault, whatever it is: the other cases must go on
+        status = "error"
+        failure = Failure(
+            job.name,
+            executor_name,
+            "T-8",
+            run.step_number,
+            run.step_text(),
+            "the executor raises a SpecError or nothing",
+            "no such error",
+            f"{type(error).__name__}: {error}",
+            rerun,
+            traceback.format_exc(),
+        )
+    row = Row(job.name, executor_name, status, run.step_number, run.executor.fingerprint_so_far)
+    return row, failure
+
+
+def _seed(name: str) -> int:
+    match = _RANDOM_CASE.match(name)
+    if match is None:
+        raise SpecError(f"case {name!r} is neither in the suite nor {NAME_PREFIX}<seed>")
+    return int(match[1])
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+    chapters = sorted({name.split("/")[0] for name in names})
+    return f"nearest are {', '.join(close)}" if close else f"chapters are {', '.join(chapters)}"

@@ -1,0 +1,118 @@
+import jax
+import numpy as np
+import pytest
+
+from vtoken.types import Move
+from vtoken_jax.kv_store import JaxKVStore
+
+
+def split(spec, kv):
+    return tuple(kv[at : at + spec.token_bytes] for at in range(0, len(kv), spec.token_bytes))
+
+
+def pointers(store):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((store.cache, store.tables))]
+
+
+def drive(store, kv, lengths=(1, 5, 17, 30)):
+    """Every operation, at several lengths."""
+    spec = store.spec
+    for length in lengths:
+        blocks = range(1, 2 + length // spec.block_size)
+        slots = range(spec.block_size, spec.block_size + length)
+        store.write(slots, range(length), kv[: length * spec.token_bytes])
+        store.set_free(blocks, False)
+        store.set_row(0, blocks, [(1 << spec.block_size) - 1] * len(blocks))
+        store.set_words(0, [0], [1])
+        store.move([Move(at, slot, slot + 40) for at, slot in enumerate(slots)])
+        q = np.zeros(spec.query_elements, np.float32).tobytes()
+        store.attend(0, q, [length])
+        store.read_row(0)
+        store.fingerprint_row(0)
+        store.read_free()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("block_size", [1, 16, 64, 128])
+def test_tokens_come_back_bit_by_bit_after_writes_and_moves(make_spec, any_bits, dtype, block_size):
+    spec = make_spec(dtype=dtype, block_size=block_size, num_blocks=2 + 300 // block_size)
+    store, kv = JaxKVStore(spec), any_bits(spec, 70)
+    first = block_size
+
+    store.write(range(first, first + 70), range(70), kv)
+    store.move([Move(at, first + at, first + 199 - at) for at in range(70)])
+    words = [0] * spec.num_blocks
+    for slot in range(first + 130, first + 200):
+        words[slot // block_size] |= 1 << slot % block_size
+    store.set_row(0, range(1, spec.num_blocks), words[1:])
+
+    observed = store.read_row(0)
+    assert observed.positions == tuple(range(69, -1, -1))
+    assert observed.kv == split(spec, kv)[::-1]
+
+
+def test_more_tokens_than_the_largest_piece_are_written_and_moved(make_spec, any_bits):
+    spec = make_spec(block_size=128, num_blocks=20)
+    store, kv = JaxKVStore(spec), any_bits(spec, 1100)
+
+    store.write(range(128, 1228), range(1100), kv)
+    store.move([Move(at, 128 + at, 1280 + at) for at in range(1100)])
+    store.set_row(0, range(10, 19), [(1 << 128) - 1] * 8 + [(1 << 76) - 1])
+
+    assert store.read_row(0).kv == split(spec, kv)
+
+
+def test_operations_and_reads_leave_every_array_where_it_was(make_spec, any_bits):
+    spec = make_spec()
+    store = JaxKVStore(spec)
+    before = pointers(store)
+
+    drive(store, any_bits(spec, 30))
+
+    assert pointers(store) == before
+
+
+def test_nothing_is_compiled_in_the_steady_state_nor_for_a_second_store(make_spec, any_bits, num_compiles):
+    spec = make_spec(head_size=2)
+    fresh, kv = num_compiles(), any_bits(spec, 30)
+    drive(JaxKVStore(spec), kv)
+    warm = num_compiles()
+    assert 0 < warm - fresh <= 13  # one for each function and size: all lengths here share one piece size
+
+    store = JaxKVStore(spec)
+    drive(store, kv, lengths=(2, 3, 7, 11, 16, 29))
+
+    assert num_compiles() == warm
+
+
+def test_a_buffer_may_change_once_write_has_returned(make_spec, any_bits):
+    spec = make_spec(num_layers=8, head_size=64, block_size=64)
+    store, kv = JaxKVStore(spec), any_bits(spec, 64)
+    store.set_row(0, [1], [(1 << 64) - 1])
+    mutable = bytearray(kv)
+
+    store.write(range(64, 128), range(64), mutable)
+    mutable[:] = bytes(len(mutable))
+
+    assert store.read_row(0).kv == split(spec, kv)
+
+
+@pytest.mark.parametrize("view", [bytes, bytearray, memoryview])
+def test_every_kind_of_buffer_is_taken(make_spec, any_bits, view):
+    spec = make_spec()
+    store, kv = JaxKVStore(spec), any_bits(spec, 2)
+    store.set_row(0, [1], [0b11])
+
+    store.write([4, 5], [0, 1], view(kv))
+
+    assert store.read_row(0).kv == split(spec, kv)
+    assert len(store.attend(0, view(bytes(4 * spec.query_elements)), [1]).out) == spec.query_elements
+
+
+def test_bookkeeping_takes_less_than_a_hundredth_of_the_pool(make_spec):
+    spec = make_spec(num_layers=30, num_kv_heads=3, num_query_heads=9, head_size=64, block_size=16, max_num_reqs=16)
+    store = JaxKVStore(spec)
+
+    side = sum(leaf.nbytes for leaf in (*store.tables, store.cache.positions))
+
+    assert side < 0.01 * spec.num_slots * spec.token_bytes
