@@ -47,23 +47,22 @@ class Row:
 
 
 def suite_table(title: str, rows: Sequence[Row]) -> Table:
-    """Medians with their ranges; a missed bound is red."""
+    """Medians with their ranges; a missed bound is red. Units stand in the names."""
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    table.add_column("what")
+    table.add_column("what", no_wrap=True)
+    table.add_column("at")
     for heading in ("median", "range", "bound"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("unit")
     for row in rows:
-        figure = row.figure
-        params = ", ".join(
-            f"{key} {value:,}" if isinstance(value, int) else str(value) for key, value in row.params.items()
-        )
+        low, high = row.figure.low, row.figure.high
         table.add_row(
-            f"{row.name}  [dim]{params}[/dim]",
-            f"{figure.median:.3g}",
-            f"{figure.low:.3g} - {figure.high:.3g}",
+            row.name,
+            ", ".join(
+                f"{key} {value:,}" if isinstance(value, int) else str(value) for key, value in row.params.items()
+            ),
+            f"{row.figure.median:.3g}",
+            f"{low:.3g} - {high:.3g}",
             "-" if row.bound is None else f"{row.bound:g}",
-            row.unit,
             style=None if row.within else "red",
         )
     return table

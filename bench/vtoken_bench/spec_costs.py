@@ -17,7 +17,7 @@ from vtoken.reclamation import Planner, get_planner
 from vtoken.reclamation.manager import ReclamationManager
 from vtoken.request_table import RequestTable
 from vtoken.types import BlockId, Position, cdiv
-from vtoken_bench.timing import elapsed_us
+from vtoken_bench.timing import cpu_us
 
 __all__ = ["MEMORY_BOUND_BYTES", "Cost", "Wear", "World", "bytes_per_token", "check_us", "costs", "plan_us"]
 
@@ -83,7 +83,7 @@ def _half(num_tokens: int) -> tuple[Position, ...]:
 
 
 def check_us(world: World, mode: Mode) -> Callable[[], float]:
-    """Measures ``ReclamationManager.check`` for each request; free blocks count as scarce, so that it goes all the way."""
+    """Measures ``ReclamationManager.check`` for each request; blocks count as scarce, so that it goes all the way."""
     config = VTokenConfig(policy="random", eviction_ratio=0.5, mode=mode, low_watermark=1.0)
     check = ReclamationManager(config).check
     tables, pool = world.tables * _SWEEPS, world.pool
@@ -94,7 +94,7 @@ def check_us(world: World, mode: Mode) -> Callable[[], float]:
         for table in tables:
             check(table, pool, 0)
 
-    return lambda: elapsed_us(work) / len(tables)
+    return lambda: cpu_us(work) / len(tables)
 
 
 def plan_us(world: World, planner: Planner) -> Callable[[], float]:
@@ -112,7 +112,7 @@ def plan_us(world: World, planner: Planner) -> Callable[[], float]:
         for table in world.tables:
             plan(table, pool)
 
-    return lambda: elapsed_us(work) / num_moves
+    return lambda: cpu_us(work) / num_moves
 
 
 class Wear:
@@ -120,6 +120,7 @@ class Wear:
 
     def __init__(self, num_requests: int, num_tokens: int) -> None:
         self._make = partial(World, num_requests, num_tokens)
+        self._victims: list[Position] = []
         self._renew()
 
     def evict_us(self, batch: int) -> float:
@@ -129,28 +130,27 @@ class Wear:
         victims, self._victims = sorted(self._victims[-batch:]), self._victims[:-batch]
         tables = self._world.tables
         if batch == 1:
-            return elapsed_us(lambda: _evict_each(tables, victims[0])) / len(tables)
-        return elapsed_us(lambda: _evict_batches(tables, victims)) / (len(tables) * batch)
+            return cpu_us(lambda: _evict_each(tables, victims[0])) / len(tables)
+        return cpu_us(lambda: _evict_batches(tables, victims)) / (len(tables) * batch)
 
     def append_us(self, batch: int) -> float:
         """One batch of tokens registered in each request: microseconds a token. The block lists are at hand."""
-        tables, pool = self._world.tables, self._world.pool
-        if pool.num_free < len(tables) * cdiv(batch + 1, tables[0].block_size):
+        if self._world.pool.num_free < len(self._world.tables) * cdiv(batch + 1, _BLOCK_SIZE):
             self._renew()
-            tables, pool = self._world.tables, self._world.pool
-        calls = [
-            (
-                table,
-                [*table.block_ids, *pool.allocate(table.num_blocks_needed(batch))],
-                table.num_computed_tokens + batch,
-            )
-            for table in tables
-        ]
-        return elapsed_us(lambda: _append_batches(calls)) / (len(tables) * batch)
+        tables = self._world.tables
+        calls = [self._call(table, batch) for table in tables]
+        return cpu_us(lambda: _append_batches(calls)) / (len(tables) * batch)
+
+    def _call(self, table: RequestTable, count: int) -> tuple[RequestTable, list[BlockId], int]:
+        """Arguments of ``sync_new_tokens`` for ``count`` more tokens."""
+        new_blocks = self._world.pool.allocate(table.num_blocks_needed(count))
+        return table, [*table.block_ids, *new_blocks], table.num_computed_tokens + count
 
     def _renew(self) -> None:
         self._world = self._make()
-        self._victims: list[Position] = self._world.tables[0].candidates()
+        for index, table in enumerate(self._world.tables):  # so that few cross into a new block in the same round
+            _append_batches([self._call(table, index % table.block_size)])
+        self._victims = self._world.tables[0].candidates()
         Random(1).shuffle(self._victims)
 
 
@@ -164,7 +164,7 @@ def _evict_batches(tables: Sequence[RequestTable], victims: Sequence[Position]) 
         table.evict_tokens(victims)
 
 
-def _append_batches(calls: Sequence[tuple[RequestTable, list[int], int]]) -> None:
+def _append_batches(calls: Sequence[tuple[RequestTable, list[BlockId], int]]) -> None:
     for table, blocks, total in calls:
         table.sync_new_tokens(blocks, total)
 

@@ -48,7 +48,8 @@ STEP_FIELDS: dict[str, tuple[dict[str, type], dict[str, type]]] = {
     "expect": ({}, POOL_FIELDS),
 }
 """Required and optional fields of each operation; any may have ``error`` besides. ``plan`` keeps a plan for
-``launch_kept``; ``settle`` is ``advance`` and ``reap`` until nothing is in flight; a ``launch`` of no plan is no error."""
+``launch_kept``; ``settle`` is ``advance`` and ``reap`` until nothing is in flight; where no plan is made, ``launch``
+does nothing."""
 
 _CHOICES = {"planner": tuple(PLANNERS), "tamper": tuple(TAMPERS)}
 

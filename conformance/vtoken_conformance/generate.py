@@ -11,14 +11,14 @@ from vtoken.errors import PoolExhausted
 from vtoken.executor import KVSpec
 from vtoken.types import ReqId
 from vtoken_conformance.bits import Bits, is_special
-from vtoken_conformance.model import Model, Refusal, Request
+from vtoken_conformance.model import Change, Model, Refusal, Request
 from vtoken_conformance.planning import PLANNERS, expected_change
 from vtoken_conformance.program import Program, Step
 
 __all__ = ["NAME_PREFIX", "SPECS", "generate"]
 
 NAME_PREFIX = "random/"
-NUM_STEPS = 40
+NUM_STEPS = 44
 MAX_REQS = 4
 
 
@@ -47,16 +47,16 @@ SPECS = (
 
 _WEIGHTS = {
     "admit": 3,
-    "append": 10,
+    "append": 11,
     "decode": 5,
-    "doom": 5,
-    "kill": 6,
+    "doom": 6,
+    "kill": 8,
     "recycle": 7,
-    "launch": 9,
+    "launch": 12,
     "advance": 3,
     "reap": 2,
     "settle": 1,
-    "fork": 3,
+    "fork": 5,
     "preempt": 1,
     "finish": 1,
     "mistake": 1,
@@ -65,7 +65,7 @@ _MISTAKES = ("admit", "kill", "doom", "fork", "attend")
 
 
 def generate(seed: int) -> Program:
-    """About 40 steps over a few requests: forks, both regimes, all planners, an exhausted pool, refused calls."""
+    """Some 44 steps over a few requests: forks, both regimes, all planners, an exhausted pool, refused calls."""
     rng = Random(seed)
     writer = _Writer(rng, rng.choice(SPECS))
     while len(writer.steps) < NUM_STEPS:
@@ -109,12 +109,19 @@ class _Writer:
             self._victims("doom", req_id, [p for p in request.kv if p not in request.doomed])
 
     def kill(self) -> None:
-        if (req_id := self._some_request()) is not None:
-            request = self.model.requests[req_id]
-            pool = list(range(request.num_computed)) if self.rng.random() < 0.2 else list(request.kv)
-            if self.rng.random() < 0.3:  # what is no ordinary number, so that attention sees ordinary ones alone
-                pool = [position for position in pool if is_special(position)]
+        if (req_id := self._some_request()) is None:
+            return
+        request = self.model.requests[req_id]
+        pool = list(range(request.num_computed)) if self.rng.random() < 0.2 else list(request.kv)
+        style = self.rng.random()
+        if style < 0.2:  # what is no ordinary number, so that attention sees ordinary ones alone
+            pool = [position for position in pool if is_special(position)]
+        if style < 0.6:
             self._victims("kill", req_id, pool)
+        elif pool:  # most of a run of tokens, so that blocks empty
+            start = self.rng.randrange(len(pool))
+            run = pool[start : start + 4 * self.model.spec.block_size]
+            self._call("kill", req=req_id, positions=self.rng.sample(run, -(-len(run) * 3 // 4)))
 
     def recycle(self) -> None:
         doomed = [name for name, request in self.model.requests.items() if request.doomed]
@@ -122,17 +129,21 @@ class _Writer:
             self._call("recycle", req=self.rng.choice(doomed))
 
     def launch(self) -> None:
-        if (req_id := self._some_request()) is None:
+        pairs = [(req_id, planner) for req_id in self.model.requests for planner in PLANNERS]
+        useful = [pair for pair in pairs if self._plan(*pair, self.model.num_free) is not None]
+        if not pairs:
             return
-        planner = self.rng.choice(list(PLANNERS))
+        if useful and self.rng.random() < 0.8:
+            wanted = self.rng.choice(sorted({planner for _, planner in useful}))
+            pairs = [pair for pair in useful if pair[1] == wanted]
+        req_id, planner = self.rng.choice(pairs)
         low = max(0, self.model.num_free - len(self.model.freed_in_pass))
-        plans = [expected_change(planner, self.model, req_id, count) for count in (low, self.model.num_free)]
-        if plans[0] != plans[1]:  # it depends on the order of the executor's free list: let a step pass
-            self._call("advance")
-            plans[0] = plans[1]
+        if self._plan(req_id, planner, low) != self._plan(req_id, planner, self.model.num_free):
+            self._call("advance")  # else the plan would depend on the order of the executor's free list
+        change = self._plan(req_id, planner, self.model.num_free)
         self.steps.append(Step("launch", {"req": req_id, "planner": planner}))
-        if plans[0] is not None:
-            self.model.apply(req_id, plans[0])
+        if change is not None:
+            self.model.apply(req_id, change)
 
     def advance(self) -> None:
         self._call("advance")
@@ -171,7 +182,7 @@ class _Writer:
         if (req_id := self._some_request()) is None:
             return
         end = self.model.requests[req_id].num_computed
-        wrong = {
+        wrong: dict[str, dict[str, Any]] = {
             "admit": {"req": req_id},
             "kill": {"req": req_id, "positions": [end]},
             "doom": {"req": req_id, "positions": [0, 0] if end else [0]},
@@ -185,6 +196,9 @@ class _Writer:
 
     def _some_request(self) -> ReqId | None:
         return self.rng.choice(list(self.model.requests)) if self.model.requests else None
+
+    def _plan(self, req_id: ReqId, planner: str, num_targets: int) -> Change | None:
+        return expected_change(planner, self.model, req_id, num_targets)
 
     def _append(self, num_tokens: int) -> None:
         if (req_id := self._some_request()) is not None:

@@ -100,8 +100,8 @@ class TraceRun:
                 make_token(self.executor.spec, "random", req_id, position) for position in range(start, start + size)
             )
             scheduler.write(req_id, size, kv)
-        for req_id, size in sizes.items():
-            scheduler.end_step(req_id, after_chunk=size > 1)
+        for req_id in sizes:
+            scheduler.end_step(req_id)
         scheduler.end_pass()
 
     def _next_sizes(self) -> dict[ReqId, int]:

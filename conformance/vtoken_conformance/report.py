@@ -37,8 +37,8 @@ def make_record(rows: Sequence[Row], failures: Sequence[Failure]) -> dict[str, A
 def print_summary(rows: Sequence[Row], console: Console) -> None:
     """One line a chapter, one column an executor: passed of all."""
     executors = list(dict.fromkeys(row.executor for row in rows))
-    table = Table(title="conformance: cases passed", title_justify="left")
-    table.add_column("chapter")
+    table = Table()
+    table.add_column("cases passed")
     for name in executors:
         table.add_column(name, justify="right")
     for chapter in dict.fromkeys(row.case.split("/")[0] for row in rows):

@@ -71,7 +71,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One job on one executor. ``fingerprint``: 16 hex digits over all requests after all steps; equal rows, equal KV."""
+    """One job on one executor. ``fingerprint`` is over all requests after all steps: where it is equal, KV was."""
 
     case: str
     executor: str

@@ -89,7 +89,13 @@ def test_a_buffer_may_change_once_write_has_returned(make_spec, any_bits):
     spec = make_spec(num_layers=8, head_size=64, block_size=64)
     store, kv = JaxKVStore(spec), any_bits(spec, 64)
     store.set_row(0, [1], [(1 << 64) - 1])
-    mutable = bytearray(kv)
+    memory = np.empty(len(kv) + 64, np.uint8)
+    start = -memory.ctypes.data % 64  # JAX reads memory in place if it is aligned to 64 bytes
+    mutable = memoryview(memory[start : start + len(kv)])
+    mutable[:] = kv
+    store.write(range(64, 128), range(64), kv)  # compiles
+    for _ in range(20):  # work that the next write has to wait for
+        store.move([Move(at, 200 + at, 600 + at) for at in range(300)])
 
     store.write(range(64, 128), range(64), mutable)
     mutable[:] = bytes(len(mutable))

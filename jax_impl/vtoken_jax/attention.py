@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from vtoken.executor import KVSpec
+from vtoken.types import cdiv
 from vtoken_jax.buckets import chunks, pad
 from vtoken_jax.device_tables import Tables, words_per_block
 from vtoken_jax.kernels.decode_xla import paged_attention
@@ -42,45 +44,40 @@ def _attend_layer(
 def _bucket_blocks(num_blocks: int, max_blocks: int, block_size: int) -> int:
     """Blocks that a call looks at: a power of two times 256 tokens, at most the row."""
     num_tokens = max(_MIN_TOKENS, 1 << (num_blocks * block_size - 1).bit_length())
-    return min(max_blocks, -(-num_tokens // block_size))
+    return min(max_blocks, cdiv(num_tokens, block_size))
 
 
 def attend_row(
+    spec: KVSpec,
     cache: KVCache,
     tables: Tables,
     row: int,
     num_blocks: int,
     q: npt.NDArray[np.float32],
     query_positions: npt.NDArray[np.int32],
-    *,
-    block_size: int,
-    kv_dtype: str,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Attention of one request in all layers.
 
     Args:
-        cache, tables: the pool and the rows; read only.
+        spec, cache, tables: the pool and its rows; read only.
         row: the request's row, of which the first ``num_blocks`` blocks are held.
         q: ``[num_queries, num_layers, num_query_heads, head_size]``.
         query_positions: ``[num_queries]``.
-        block_size, kv_dtype: as in the spec.
 
     Returns:
-        out: like ``q``; mass: ``[num_blocks * block_size]``, summed over queries and query heads, mean over layers.
+        out: like ``q``.
+        mass: ``[num_blocks * block_size]``, summed over queries and query heads, mean over layers.
     """
-    width = _bucket_blocks(max(1, num_blocks), tables.block_table.shape[1], block_size)
+    width = _bucket_blocks(num_blocks, tables.block_table.shape[1], spec.block_size)
+    attend = partial(_attend_layer, num_blocks=width, block_size=spec.block_size, kv_dtype=spec.dtype)
     outs, masses = [], []
     for piece, size in chunks(len(q), _QUERY_SIZES):
-        queries = pad(q[piece], size, 0.0)
-        places = pad(query_positions[piece], size, _PAD_QUERY)
+        queries, places = pad(q[piece], size, 0.0), pad(query_positions[piece], size, _PAD_QUERY)
         layers = [
-            _attend_layer(
-                queries[:, layer], k_plane, v_plane, cache.positions, tables, row, places,
-                num_blocks=width, block_size=block_size, kv_dtype=kv_dtype,
-            )
-            for layer, (k_plane, v_plane) in enumerate(zip(cache.k, cache.v, strict=True))
-        ]  # fmt: skip
+            attend(queries[:, layer], cache.k[layer], cache.v[layer], cache.positions, tables, row, places)
+            for layer in range(spec.num_layers)
+        ]
         outs.append(np.stack([np.asarray(out)[: piece.stop - piece.start] for out, _ in layers], axis=1))
         masses.append(np.mean([np.asarray(mass) for _, mass in layers], axis=0, dtype=np.float64))
-    mass = np.sum(masses, axis=0)[: num_blocks * block_size].astype(np.float32)
+    mass = np.sum(masses, axis=0)[: num_blocks * spec.block_size].astype(np.float32)
     return np.concatenate(outs), mass

@@ -51,7 +51,7 @@ class JaxKVStore:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, slots: Sequence[SlotId], positions: Sequence[Position], kv: Buffer) -> None:
-        # The device may read the buffer after this call has returned: what the caller can change is copied.
+        # JAX may read the caller's memory after this call has returned: what can change is copied first.
         data = kv if isinstance(kv, bytes) else bytes(kv)
         tokens = np.frombuffer(data, storage_dtype(self.spec.item_bytes)).reshape(len(slots), *self._token_shape)
         slot_ids, places = np.asarray(slots, np.int32), np.asarray(positions, np.int32)
@@ -91,16 +91,8 @@ class JaxKVStore:
     def attend(self, row: int, q: Buffer, query_positions: Sequence[Position]) -> Attention:
         spec, layout = self.spec, self._layout(row)
         shape = (len(query_positions), spec.num_layers, spec.num_query_heads, spec.head_size)
-        out, mass = attend_row(
-            self.cache,
-            self.tables,
-            row,
-            len(layout.block_ids),
-            np.frombuffer(q, np.float32).reshape(shape),
-            np.asarray(query_positions, np.int32),
-            block_size=spec.block_size,
-            kv_dtype=spec.dtype,
-        )
+        queries, places = np.frombuffer(q, np.float32).reshape(shape), np.asarray(query_positions, np.int32)
+        out, mass = attend_row(spec, self.cache, self.tables, row, len(layout.block_ids), queries, places)
         return Attention(_floats(out), tuple(layout.positions.tolist()), _floats(mass[layout.live]))
 
     def read_row(self, row: int) -> RequestObservation:
@@ -118,8 +110,7 @@ class JaxKVStore:
         return self._fingerprint(self._layout(row).slots)
 
     def read_free(self) -> frozenset[BlockId]:
-        # A copy on the device: a host view of the flags would make the next donation copy them.
-        return frozenset(np.flatnonzero(self.tables.free_flags.copy()).tolist())
+        return frozenset(np.flatnonzero(self.tables.free_flags).tolist())  # keeps no view: one would undo donation
 
     def _layout(self, row: int) -> _Layout:
         block_size = self.spec.block_size

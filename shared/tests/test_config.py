@@ -65,7 +65,6 @@ def test_a_bad_value_is_refused_by_name_with_the_remedy(options: dict[str, Any],
         config(**options)
 
 
-@pytest.mark.xfail(reason="config.py takes None in every number, not only where the policy chooses", strict=True)
 @pytest.mark.parametrize("key", ["interval", "page_size", "num_sinks", "seed", "cooldown_steps", "decay", "headroom"])
 def test_null_is_refused_where_it_has_no_meaning(key: str) -> None:
     with pytest.raises(SpecError, match=f"{key}=None"):
@@ -133,3 +132,19 @@ def test_a_ratio_drops_its_share_of_the_computed_tokens_rounded_down(computed: i
     kept = config(kv_budget=None, eviction_ratio=ratio).budget_tokens(computed)
     sixteenths = int(ratio * 16)
     assert kept == computed - computed * sixteenths // 16
+
+
+def test_a_change_with_an_unknown_name_is_refused_like_any_option() -> None:
+    with pytest.raises(SpecError, match="unknown option 'kv_budgets': did you mean 'kv_budget'"):
+        config(kv_budget=64).with_changes(kv_budgets=3)
+
+
+def test_no_sinks_are_legal_and_warned_of() -> None:
+    assert config(kv_budget=64).warnings == ()
+    assert "num_sinks=0" in config(kv_budget=64, num_sinks=0).warnings[0]
+
+
+def test_a_budget_that_sinks_and_recent_tokens_alone_exceed_is_warned_of_with_both_numbers() -> None:
+    warning = "kv_budget=10 cannot be met: num_sinks and recent always keep 12 tokens"
+    assert config(kv_budget=10, num_sinks=4, recent=8).warnings == (warning,)
+    assert config(kv_budget=12, num_sinks=4, recent=8).warnings == ()

@@ -80,17 +80,15 @@ def test_an_append_never_goes_into_a_hole(draw: Draw) -> None:
     assert draw(table) == "0 . . 3 | 4 . 6 7 | 8 _ _ _"
 
 
-def test_positions_go_on_and_slots_start_anew_after_an_eviction() -> None:
-    """A sequence of 729 tokens keeps 257: the next ones are positions 729 to 731 in slots 257 to 259."""
-    table = make_table(729, list(range(1, 47)), block_size=16)
-    table.evict_tokens(range(4, 476))
-    packed = RequestTable("b", 16)
-    packed.sync_new_tokens(list(range(1, 18)), 257)
-    assert table.num_live_tokens == packed.num_live_tokens == 257
-    for position in range(729, 732):
-        table.sync_new_tokens(table.block_ids, position + 1)
+def test_positions_go_on_while_slots_start_behind_the_live_tokens(make_world: Callable[..., Any]) -> None:
+    """Of 729 tokens 257 are kept: the next ones are positions 729 to 731 in table slots 257 to 259."""
+    world = make_world(block_size=16, num_blocks=64)
+    table = world.lay("a", "x" * 4 + "." * 472 + "x" * 253)
+    world.reclaim("fill", "a")
+    world.grow("a", 3)
     assert table.num_computed_tokens == 732
-    assert [table.table_slot_of(position) for position in (729, 730, 731)] == [729, 730, 731]
+    assert [table.table_slot_of(position) for position in (729, 730, 731)] == [257, 258, 259]
+    world.check()
 
 
 def test_without_an_eviction_positions_are_those_of_the_plain_engine() -> None:

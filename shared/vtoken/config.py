@@ -22,6 +22,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _AT_LEAST_ONE = ("interval", "page_size", "history", "smooth")
 _NOT_NEGATIVE = ("num_sinks", "recent", "seed", "cooldown_steps", "min_source_blocks")
+_POLICY_CHOOSES = ("recent", "smooth", "history", "eviction_ratio")  # None has a meaning
 _FRACTIONS = (
     "eviction_ratio",
     "decay",
@@ -106,12 +107,12 @@ class VTokenConfig:
     def _check_numbers(self) -> None:
         for keys, low in ((_AT_LEAST_ONE, 1), (_NOT_NEGATIVE, 0)):
             for key in keys:
-                value = getattr(self, key, None)
-                if value is not None and (not _is_int(value) or value < low):
+                value = getattr(self, key)
+                if not (_is_int(value) and value >= low) and not (value is None and key in _POLICY_CHOOSES):
                     raise SpecError(f"{key}={value!r}: give an integer of at least {low}")
         for key in _FRACTIONS:
             value = getattr(self, key)
-            if value is not None and not (_is_number(value) and 0 <= value <= 1):
+            if not (_is_number(value) and 0 <= value <= 1) and not (value is None and key in _POLICY_CHOOSES):
                 raise SpecError(f"{key}={value!r}: give a share between 0 and 1")
         if self.smooth is not None and self.smooth % 2 == 0:
             raise SpecError(f"smooth={self.smooth}: give an odd window, so that it has a middle (1 is off)")
@@ -121,7 +122,7 @@ class VTokenConfig:
             raise SpecError(f"recycle={self.recycle!r}: give true or false")
 
     def _check_budget(self) -> None:
-        if not isinstance(self.policy, str) or not self.policy:
+        if not _is_name(self.policy):
             raise SpecError(
                 f"policy={self.policy!r}: name a policy, for example 'streaming_llm' ('none' evicts nothing)"
             )
@@ -138,19 +139,35 @@ class VTokenConfig:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Builds a config from user input (JSON, command line). An unknown key names the closest known one."""
-        known = [field.name for field in fields(cls)]
-        for key in options:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-                raise SpecError(f"unknown option {key!r}: {hint}")
+        cls._check_keys(options)
         if "policy" not in options:
             raise SpecError("policy is missing: name one, for example 'streaming_llm' (no policy is the default)")
         return cls(**dict(options))
 
     def with_changes(self, **changes: Any) -> Self:
         """A checked copy with some fields replaced."""
+        self._check_keys(changes)
         return replace(self, **changes)
+
+    @classmethod
+    def _check_keys(cls, options: Mapping[str, Any]) -> None:
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+                raise SpecError(f"unknown option {key!r}: {hint}")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is legal but rarely meant, for a start-up line."""
+        found = []
+        if self.policy != "none" and self.num_sinks == 0:
+            found.append("num_sinks=0: models often stop at once without their first tokens; 4 is usual")
+        kept = self.num_sinks + (self.recent or 0)
+        if self.kv_budget is not None and self.kv_budget < kept:
+            found.append(f"kv_budget={self.kv_budget} cannot be met: num_sinks and recent always keep {kept} tokens")
+        return tuple(found)
 
     def budget_tokens(self, num_computed_tokens: int) -> int:
         """Tokens to keep (live - doomed) when ``num_computed_tokens`` are computed."""
@@ -159,6 +176,10 @@ class VTokenConfig:
         if self.eviction_ratio is not None:
             return num_computed_tokens - int(num_computed_tokens * self.eviction_ratio)
         return num_computed_tokens
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _is_int(value: object) -> bool:

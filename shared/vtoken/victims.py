@@ -65,10 +65,6 @@ class TraceVictims:
         died = tuple(deaths[victim] for victim in in_order)
         return TraceEvent(key, computed, tuple(in_order), died) if in_order else None
 
-    def is_exhausted(self, trace_key: int) -> bool:
-        """Whether every event of a request has been replayed."""
-        return self._next.get(trace_key, 0) >= len(self._trace.events.get(trace_key, []))
-
     def restart(self, trace_key: int) -> None:
         self._next.pop(trace_key, None)
 
@@ -96,21 +92,21 @@ class PolicyVictims:
         self._last_count: dict[int, int] = {}
         self._past = VictimTrace()
         self._repeat = TraceVictims(self._past)
-        self._rebuilding: set[int] = set()
+        self._reached: dict[int, int] = {}  # highest count seen
+        self._rebuild_to: dict[int, int] = {}  # up to which count a preempted request repeats its past
 
     def choose(self, table: TableView, occasion: Occasion) -> TraceEvent | None:
-        key = occasion.trace_key
-        if key in self._rebuilding:
-            event = self._repeat.choose(table, occasion)
-            if self._repeat.is_exhausted(key):
-                self._rebuilding.discard(key)
-            return event
-        victims = self._select(table, occasion) if self._is_due(table.num_computed_tokens, occasion) else ()
+        key, computed = occasion.trace_key, table.num_computed_tokens
+        self._reached[key] = max(computed, self._reached.get(key, 0))
+        if key in self._rebuild_to:
+            if computed >= self._rebuild_to[key]:
+                del self._rebuild_to[key]
+            return self._repeat.choose(table, occasion)
+        victims = self._select(table, occasion) if self._is_due(computed, occasion) else ()
         doomed = table.next_doomed(table.num_doomed_tokens) if occasion.under_pressure else []
         if not victims and not doomed:
             return None
         at_once = occasion.after_chunk or occasion.under_pressure
-        computed = table.num_computed_tokens
         chosen = (*doomed, *sorted(victims))
         event = TraceEvent(key, computed, chosen, tuple(death_counts(chosen, computed, self.config.interval, at_once)))
         self._past.add(event)
@@ -120,14 +116,14 @@ class PolicyVictims:
 
     def restart(self, trace_key: int) -> None:
         self._repeat.restart(trace_key)
-        if not self._repeat.is_exhausted(trace_key):
-            self._rebuilding.add(trace_key)
+        if trace_key in self._reached:
+            self._rebuild_to[trace_key] = self._reached[trace_key]
 
     def finish(self, trace_key: int) -> None:
         self._past.events.pop(trace_key, None)
         self._repeat.finish(trace_key)
-        self._rebuilding.discard(trace_key)
-        self._last_count.pop(trace_key, None)
+        for counts in (self._last_count, self._reached, self._rebuild_to):
+            counts.pop(trace_key, None)
 
     def _is_due(self, computed: int, occasion: Occasion) -> bool:
         if occasion.under_pressure:

@@ -36,7 +36,8 @@ def print_summary(console: Console, outcomes: Mapping[str, Outcome], workload: W
     """One row for each variant: a request alone, and the pool's last word."""
     evicted = outcomes["vtoken"].alone.counters.num_evicted_tokens
     table = Table(
-        title=f"one request alone ({evicted:,} of {workload.total:,} tokens evicted), and {workload.pool_blocks:,} blocks full",
+        title=f"one request alone ({evicted:,} of {workload.total:,} tokens evicted), and a pool of "
+        f"{workload.pool_blocks:,} blocks",
         title_justify="left",
         box=SIMPLE,
         pad_edge=False,

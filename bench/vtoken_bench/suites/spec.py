@@ -39,9 +39,11 @@ def _run(arguments: argparse.Namespace) -> int:
     growth = _check_growth(rows)
     grows = growth > _GROWTH_LIMIT
     console = Console()
-    console.print(suite_table(f"costs of the spec: {arguments.requests} requests, half of their tokens dead", rows))
+    console.print(
+        suite_table(f"processor time of the spec, {arguments.requests} requests, half of their tokens dead", rows)
+    )
     verdict = f"[red]it grows with length (limit {_GROWTH_LIMIT:g})[/red]" if grows else "it does not grow with length"
-    console.print(f"longest over shortest request, a check costs {growth:.2f} times as much: {verdict}")
+    console.print(f"longest over shortest request, a check costs {growth:.2f} times as much: {verdict}", soft_wrap=True)
     if arguments.json:
         summary = {"check_growth": growth, "check_growth_limit": _GROWTH_LIMIT, "check_grows": grows}
         write_json(arguments.json, suite_record(SCHEMA, rows, summary))

@@ -66,6 +66,11 @@ def test_scissorhands_counts_rows_above_the_mean_not_mass(make_view: MakeView) -
     assert ScissorhandsPolicy().select_victims(view) == [0, 1]  # counts 1, 0, 2, 1; the tie goes to the lower
 
 
+def test_scissorhands_counts_a_token_at_the_mean_as_not_above_it(make_view: MakeView) -> None:
+    view = make_view(3, kv_budget=2, mass=[2.0, 1.0, 0.0], rows=[[2.0, 1.0, 0.0]])
+    assert ScissorhandsPolicy().select_victims(view) == [1]  # counts 1, 0, 0
+
+
 def test_scissorhands_evicts_nothing_before_the_first_row(make_view: MakeView) -> None:
     assert ScissorhandsPolicy().select_victims(make_view(4, kv_budget=2, mass=[nan] * 4)) == []
 

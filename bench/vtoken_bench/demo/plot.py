@@ -1,0 +1,68 @@
+"""Held blocks over decode steps, one panel a policy: as SVG that takes the page's text colour, or as PNG."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from vtoken_bench.demo.compare import NATIVE, Comparison, Row
+from vtoken_bench.demo.recording import Recording
+
+__all__ = ["draw", "inline_svg"]
+
+_STYLES: Mapping[str, dict[str, Any]] = {  # Okabe and Ito's palette: told apart by colour-blind eyes, on white and black
+    "native": {"color": "#8c8c8c", "linewidth": 1.6, "label": "native: nothing is evicted"},
+    "naive": {"color": "#d55e00", "linewidth": 1.6, "label": "naive: only empty blocks come back"},
+    "lazy": {"color": "#0072b2", "linewidth": 1.6, "label": "vToken lazy"},
+    "eager": {"color": "#009e73", "linewidth": 2.4, "label": "vToken eager"},
+}
+_TITLES = {"h2o": "H2O", "streaming_llm": "StreamingLLM", "random": "Random", "tova": "TOVA", "snapkv": "SnapKV"}
+_TEXT = "#123456"  # stands for currentColor in the SVG: matplotlib knows no such colour
+
+
+def draw(comparison: Comparison, recording: Recording, image_format: Literal["png", "svg"]) -> bytes:
+    """Draws the comparison. A PNG has a white ground; an SVG none, and ``_TEXT`` for its text."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure  # takes a second to import
+
+    text = _TEXT if image_format == "svg" else "#222222"
+    colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), text)
+    with mpl.rc_context({**colours, "svg.hashsalt": "vtoken", "font.size": 10}):
+        policies = list(comparison.traces)
+        figure = Figure(figsize=(max(3.6 * len(policies), 5.4), 4.1), layout="constrained")
+        panels = figure.subplots(1, len(policies), sharey=True, squeeze=False)[0]
+        for axes, policy in zip(panels, policies, strict=True):
+            rows = [row for row in comparison.rows if row.policy in (policy, "")]
+            _panel(axes, rows, recording, text, _TITLES.get(policy, policy))
+        panels[0].set_ylabel(f"held blocks of {comparison.native.block_size} tokens")
+        figure.supxlabel("decode step", size="medium")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3 if len(policies) > 1 else 2, frameon=False)
+        picture = io.BytesIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type")) if image_format == "svg" else None
+        figure.savefig(picture, format=image_format, dpi=160, metadata=nothing, transparent=image_format == "svg")
+    return picture.getvalue()
+
+
+def inline_svg(svg: bytes) -> str:
+    """An SVG file as an element of an HTML page: no prologue, no namespaces, its width the page's."""
+    text = svg.decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text[: (end := text.index(">"))]) + text[end:]
+    return text.replace("xlink:href", "href").replace(_TEXT, "currentColor")
+
+
+def _panel(axes: Any, rows: Sequence[Row], recording: Recording, text: str, title: str) -> None:
+    first = next(index for index, step in enumerate(recording.steps) if not step.is_chunk)
+    steps = range(1, len(recording.steps) - first + 1)
+    for row in rows:
+        axes.plot(steps, row.blocks.held[first:], **_STYLES[row.variant])
+    evicting = next(row for row in rows if row.variant != NATIVE)
+    ideal = {"color": text, "linewidth": 1.0, "linestyle": (0, (2, 2)), "label": "ideal: live tokens, no holes"}
+    axes.plot(steps, evicting.ideal[first:], **ideal)
+    axes.set_title(title, size="medium", weight="bold")
+    axes.set_ylim(0, 1.06 * max(max(row.blocks.held[first:]) for row in rows))
+    axes.set_xlim(0, len(steps))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

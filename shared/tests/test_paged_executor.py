@@ -1,0 +1,421 @@
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from vtoken.errors import PoolExhausted, SpecError
+from vtoken.paged_executor import PagedExecutor
+from vtoken.reclamation.recycle import recyclable
+from vtoken.types import Move
+
+MakeWorld = Callable[..., Any]
+
+
+def query(world: Any, num_queries: int = 1) -> bytes:
+    count = num_queries * world.spec.query_elements
+    return struct.pack(f"={count}f", *(i / count for i in range(count)))
+
+
+# -- requests (Q) ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_begins_with_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.admit("a")
+    seen = world.observe().requests["a"]
+    assert (seen.block_ids, seen.live_words, seen.positions, seen.kv) == ((), (), (), ())
+    assert seen.fingerprint == world.fingerprint("a") == "0" * 16
+
+
+def test_the_end_of_a_request_gives_all_its_blocks_back(make_world: MakeWorld) -> None:
+    world = make_world()
+    for num_tokens in (1, 4, 5, 11):  # whole blocks or not
+        for end in (world.finish, world.preempt):
+            world.admit("a")
+            world.grow("a", num_tokens)
+            end("a")
+            assert world.pool.num_free == 16
+            world.check()
+
+
+def test_a_request_rebuilt_after_preemption_starts_from_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.lay("a", "x.d. xxx")
+    world.preempt("a")
+    table = world.lay("a", "xxxx xx")
+    assert (table.num_evicted_tokens, table.num_doomed_tokens, table.num_computed_tokens) == (0, 0, 6)
+    assert table.live_positions() == [0, 1, 2, 3, 4, 5]
+    world.check()
+
+
+def test_rows_are_used_again(make_world: MakeWorld) -> None:
+    world = make_world(max_num_reqs=2)
+    world.lay("a", "xx")
+    world.lay("b", "xxx")
+    with pytest.raises(SpecError, match="all 2 request rows are taken: raise max_num_reqs"):
+        world.admit("c")
+    world.finish("a")
+    world.lay("c", "x.x")
+    world.check()
+
+
+def test_allocate_forgets_everything(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.lay("a", "xx")
+    world.allocate(replace(world.spec, num_blocks=5))
+    assert not world.tables
+    assert world.observe().free_block_ids == {1, 2, 3, 4}
+    world.lay("a", "xxx")
+    world.check()
+
+
+def test_a_subclass_without_a_store_says_so(make_world: MakeWorld) -> None:
+    with pytest.raises(NotImplementedError):
+        PagedExecutor().allocate(make_world().spec)
+
+
+# -- refusals change nothing (T-8, Q-5) ------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "admit twice": (lambda w: w.admit("a"), "request 'a' is already admitted"),
+    "append to nobody": (lambda w: w.append("z", 1, w.kv_of("a", 0)), "request 'z' is not in the token table"),
+    "append nothing": (lambda w: w.append("a", 0, b""), "num_tokens=0: write at least one token"),
+    "append half a token": (lambda w: w.append("a", 1, b"x"), "kv has 1 bytes, 1 tokens need 32"),
+    "append too much": (lambda w: w.grow("a", 99), "25 blocks are needed, 12 of 16 are free"),
+    "kill what is not computed": (lambda w: w.kill("a", [0, 10]), "position 10 of request 'a' is not computed"),
+    "doom the dead": (lambda w: w.doom("a", [0, 1]), "position 1 of request 'a' is dead"),
+    "recycle without a victim": (lambda w: w.recycle_next("b"), "request 'b' has no doomed token in a private slot"),
+    "recycle half a token": (lambda w: w.recycle("a", b"x"), "kv has 1 bytes, 1 tokens need 32"),
+    "fork from nobody": (lambda w: w.fork_prefix("z", "c", 4), "request 'z' is not in the token table"),
+    "fork to an admitted request": (lambda w: w.fork_prefix("b", "a", 4), "request 'a' is already admitted"),
+    "fork half a block": (lambda w: w.fork_prefix("b", "c", 3), "prefix of 3 tokens of request 'b'"),
+    "finish nobody": (lambda w: w.finish("z"), "request 'z' is not in the token table"),
+    "preempt nobody": (lambda w: w.preempt("z"), "request 'z' is not in the token table"),
+    "ask for too many queries": (lambda w: w.attend("a", query(w, 11), 11), "num_queries=11, request 'a' has 10"),
+    "ask for no query": (lambda w: w.attend("a", b"", 0), "num_queries=0"),
+    "ask with half a query": (lambda w: w.attend("a", b"1234", 1), "q has 4 bytes, 1 queries need 32"),
+    "fingerprint nobody": (lambda w: w.fingerprint("z"), "request 'z' is not in the token table"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_a_refused_call_changes_nothing(make_world: MakeWorld, call: Callable[[Any], object], message: str) -> None:
+    world = make_world()
+    world.lay("a", "x.xx d.xx xx")
+    world.lay("b", "xxxx")
+    before = (world.observe(), world.pool.free_block_ids(), world.tables["a"].next_doomed(9))
+    with pytest.raises(SpecError, match=message):
+        call(world)
+    assert (world.observe(), world.pool.free_block_ids(), world.tables["a"].next_doomed(9)) == before
+    world.check()
+    world.grow("b", 1)  # a row or block lost on the way would show here
+    world.check()
+
+
+def test_an_exhausted_pool_is_told_from_other_mistakes(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=3)
+    world.lay("a", "xxxx xxx")
+    world.grow("a", 1)
+    with pytest.raises(PoolExhausted):
+        world.grow("a", 1)
+    world.check()
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_says_what_it_changed(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.lay("a", "xxxx xx")
+    assert world.kill("a", [5, 0]) == [5, 0]
+    assert world.kill("a", iter([0, 1])) == [1]
+    assert world.kill("a", []) == []
+    world.check()
+
+
+def test_recycled_kv_is_written_where_the_table_says(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.lay("a", "xdxx x")
+    free = world.pool.num_free
+    world.recycle_next("a")
+    seen = world.observe().requests["a"]
+    assert seen.positions == (0, 5, 2, 3, 4)
+    assert seen.kv[1] == world.kv_of("a", 5)
+    assert world.pool.num_free == free
+    world.check()
+
+
+@pytest.mark.parametrize("protect", ["share", "hash"])
+def test_nothing_is_recycled_into_a_shared_or_hashed_block(make_world: MakeWorld, protect: str) -> None:
+    world = make_world()
+    table = world.lay("a", "xdxx x")
+    if protect == "share":
+        world.fork_prefix("a", "b", 4)
+    else:
+        world.pool.set_hashed(table.block_ids[0], True)
+    with pytest.raises(SpecError, match="recycle: request 'a' has no doomed token in a private slot"):
+        world.recycle_next("a")
+    assert table.num_computed_tokens == 5
+    world.check()
+
+
+# -- shared blocks (Q-2, Q-3, INV-7) ---------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_blocks_and_takes_none(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.lay("a", "xxxx xxxx xx")
+    free = world.pool.num_free
+    world.fork_prefix("a", "b", 8)
+    assert world.tables["b"].block_ids == world.tables["a"].block_ids[:2]
+    assert world.pool.num_free == free
+    world.grow("b", 1)
+    assert world.pool.num_free == free - 1
+    world.check()
+
+
+@pytest.mark.parametrize("planner", ["fill", "evacuate", "release"])
+def test_of_eight_requests_on_one_prefix_one_evicts_and_the_others_see_nothing(
+    make_world: MakeWorld, planner: str
+) -> None:
+    world = make_world(num_blocks=33)
+    world.lay("a", "xxxx xxxx xxxx xxxx x")
+    others = [f"o{i}" for i in range(7)]
+    for req_id in others:
+        world.fork_prefix("a", req_id, 16)
+        world.grow(req_id, 2)
+    before = {r: (world.observe().requests[r], world.attend(r, query(world)).out) for r in others}
+    world.kill("a", [1, 5, 8, 9, 10, 11])
+    world.doom("a", [4])
+    plan = world.plan(planner, "a")
+    assert (plan is None) == (planner == "evacuate")  # it has no private source
+    if plan is not None:
+        world.launch(plan)
+    world.grow("a", 5)
+    assert {r: (world.observe().requests[r], world.attend(r, query(world)).out) for r in others} == before
+    world.check()
+
+
+def test_a_token_killed_in_one_holder_lives_on_in_the_other(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.lay("a", "xxxx xxxx")
+    world.fork_prefix("a", "b", 8)
+    world.kill("a", [0, 5])
+    assert world.observe().requests["a"].positions == (1, 2, 3, 4, 6, 7)
+    assert world.observe().requests["b"].positions == (0, 1, 2, 3, 4, 5, 6, 7)
+    world.finish("a")
+    world.check()
+
+
+def test_a_plan_into_a_hole_of_a_shared_block_is_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.lay("a", "xxxx xxx.")
+    world.kill("a", [1])
+    plan = world.plan("fill", "a")
+    assert plan.moves == (Move(6, 10, 5),)
+    world.pool.set_hashed(1, True)
+    before = world.observe()
+    with pytest.raises(SpecError, match="INV-7: plan of request 'a' writes into block 1, which is shared or hashed"):
+        world.launch(plan)
+    assert world.observe() == before
+    world.check()
+
+
+def test_a_plan_whose_target_was_taken_meanwhile_is_refused_and_changes_nothing(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=6)
+    world.lay("a", "x... x... .... x")
+    plan = world.plan("evacuate", "a")
+    world.lay("b", "x")
+    before = world.observe()
+    with pytest.raises(SpecError, match=r"take: blocks \[5\] are not free"):
+        world.launch(plan)
+    assert world.observe() == before
+    world.check()
+
+
+# -- regimes (R-7, R-8) ----------------------------------------------------------------------------------------------
+
+
+def test_blocks_freed_in_order_serve_the_same_pass_but_no_copy(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=5)
+    world.lay("a", ".... .... .... x")
+    ticket_plan = world.plan("release", "a")
+    ticket = world.launch(ticket_plan)
+    assert (ticket.req_id, ticket.num_moves, ticket.fenced_block_ids) == ("a", 0, ())
+    assert world.pool.num_free == 3
+    assert world.pool.copy_targets(1) is None
+    world.lay("b", "xxxx xxxx xxxx")
+    world.check()
+
+
+def test_fenced_blocks_wait_for_an_advance_and_a_reap(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=5, regime="fenced")
+    world.lay("a", ".... .... .... x")
+    ticket = world.launch(world.plan("release", "a"))
+    assert ticket.fenced_block_ids == (1, 2, 3)
+    assert world.reap() == []
+    assert (world.pool.num_free, world.pool.num_in_flight) == (0, 3)
+    world.admit("b")
+    with pytest.raises(PoolExhausted, match="3 in flight"):
+        world.grow("b", 1)
+    world.advance()
+    with pytest.raises(PoolExhausted):
+        world.grow("b", 1)
+    assert world.reap() == [1, 2, 3]
+    world.grow("b", 12)
+    world.check()
+
+
+def test_a_plan_is_in_flight_until_the_step_has_ended(make_world: MakeWorld) -> None:
+    world = make_world(regime="fenced")
+    table = world.lay("a", "x... .... .d")
+    world.reclaim("fill", "a")
+    assert table.plan_in_flight
+    assert world.plan("fill", "a") is None
+    with pytest.raises(SpecError, match="no doomed token in a private slot"):
+        world.recycle_next("a")
+    world.kill("a", [9])
+    world.grow("a", 1)
+    world.advance()
+    assert not table.plan_in_flight
+    world.reclaim("fill", "a")
+    world.check()
+
+
+@pytest.mark.parametrize("end", ["finish", "preempt"])
+def test_a_request_that_ends_with_a_plan_in_flight_keeps_its_blocks_behind_the_fence(
+    make_world: MakeWorld, end: str
+) -> None:
+    world = make_world(regime="fenced")
+    world.lay("a", "x... .... .x")
+    world.reclaim("fill", "a")
+    getattr(world, end)("a")
+    assert (world.pool.num_free, world.pool.num_in_flight) == (13, 3)
+    world.check()
+    world.lay("a", "xx")  # back at once, in other blocks
+    assert not world.tables["a"].plan_in_flight
+    world.advance()
+    assert sorted(world.reap()) == [1, 2, 3]
+    world.check()
+
+
+def test_a_step_late_reap_gives_everything_that_has_passed(make_world: MakeWorld) -> None:
+    world = make_world(regime="fenced")
+    for req_id in ("a", "b"):
+        world.lay(req_id, ".... x")
+        world.reclaim("release", req_id)
+        world.advance()
+    assert sorted(world.reap()) == [1, 3]
+    world.check()
+
+
+# -- everything at once ----------------------------------------------------------------------------------------------
+
+
+class ExecutorMachine(RuleBasedStateMachine):
+    """Random programs; after each call all invariants hold, and the store holds the bytes that a dictionary expects."""
+
+    def __init__(self, make_world: MakeWorld, regime: str) -> None:
+        super().__init__()
+        self.world = make_world(num_blocks=14, max_num_reqs=3, regime=regime)
+        self.live: dict[str, set[int]] = {}
+
+    def _pick(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.live)), label="request")
+
+    @rule(req_id=st.sampled_from("abcd"))
+    def admit(self, req_id: str) -> None:
+        if req_id in self.live or len(self.live) == 3:
+            with pytest.raises(SpecError, match="admitted|rows are taken"):
+                self.world.admit(req_id)
+        else:
+            self.world.admit(req_id)
+            self.live[req_id] = set()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_tokens=st.integers(1, 9))
+    def append(self, data: st.DataObject, num_tokens: int) -> None:
+        req_id = self._pick(data)
+        table = self.world.tables[req_id]
+        first = table.num_computed_tokens
+        if table.num_blocks_needed(num_tokens) > self.world.pool.num_free:
+            with pytest.raises(PoolExhausted):
+                self.world.grow(req_id, num_tokens)
+        else:
+            self.world.grow(req_id, num_tokens)
+            self.live[req_id] |= set(range(first, first + num_tokens))
+
+    @precondition(lambda self: any(self.live.values()))
+    @rule(data=st.data(), dooms=st.booleans())
+    def kill_or_doom(self, data: st.DataObject, dooms: bool) -> None:
+        req_id = self._pick(data)
+        candidates = self.world.tables[req_id].candidates()
+        victims = data.draw(st.lists(st.sampled_from(candidates), unique=True) if candidates else st.just([]))
+        if dooms:
+            self.world.doom(req_id, victims)
+        else:
+            assert self.world.kill(req_id, victims) == victims
+            self.live[req_id] -= set(victims)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def recycle(self, data: st.DataObject) -> None:
+        req_id = self._pick(data)
+        table = self.world.tables[req_id]
+        victim = recyclable(table, self.world.pool)
+        if victim is None:
+            with pytest.raises(SpecError, match="no doomed token"):
+                self.world.recycle(req_id, bytes(self.world.spec.token_bytes))
+        else:
+            self.live[req_id] = self.live[req_id] - {victim} | {table.num_computed_tokens}
+            self.world.recycle_next(req_id)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), planner=st.sampled_from(["fill", "evacuate", "release"]))
+    def reclaim(self, data: st.DataObject, planner: str) -> None:
+        plan = self.world.plan(planner, self._pick(data))
+        if plan is not None:
+            self.world.launch(plan)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_blocks=st.integers(1, 3))
+    def fork(self, data: st.DataObject, num_blocks: int) -> None:
+        parent_id, child_id = self._pick(data), data.draw(st.sampled_from("abcd"), label="child")
+        try:
+            self.world.fork_prefix(parent_id, child_id, num_blocks * 4)
+        except SpecError:
+            return
+        assert set(range(num_blocks * 4)) <= self.live[parent_id]
+        self.live[child_id] = set(range(num_blocks * 4))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), preempts=st.booleans())
+    def end(self, data: st.DataObject, preempts: bool) -> None:
+        req_id = self._pick(data)
+        (self.world.preempt if preempts else self.world.finish)(req_id)
+        del self.live[req_id]
+
+    @rule()
+    def advance(self) -> None:
+        self.world.advance()
+
+    @rule()
+    def reap(self) -> None:
+        self.world.reap()
+
+    @invariant()
+    def holds_what_is_expected(self) -> None:
+        self.world.check()
+        assert {req_id: set(table.live_positions()) for req_id, table in self.world.tables.items()} == self.live
+
+
+@pytest.mark.parametrize("regime", ["ordered", "fenced"])
+def test_random_programs_keep_every_invariant_and_every_byte(make_world: MakeWorld, regime: str) -> None:
+    run_state_machine_as_test(
+        lambda: ExecutorMachine(make_world, regime), settings=settings(max_examples=80, stateful_step_count=50)
+    )
