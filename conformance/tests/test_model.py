@@ -8,12 +8,13 @@ import pytest
 import vtoken_conformance
 from vtoken.errors import PoolExhausted
 from vtoken.executor import KVSpec
-from vtoken_conformance.model import Change, Model, Refusal
+from vtoken_conformance.model import Model
+from vtoken_conformance.state import Change, Refusal
 
 FOLDER = Path(vtoken_conformance.__file__).parent
 
 # What the model's own files may take from vtoken: names, records of the protocol, errors. No table, planner or pool.
-MODEL_FILES = ("model.py", "planning.py", "bits.py", "attention.py", "fingerprint.py")
+MODEL_FILES = ("model.py", "state.py", "planning.py", "bits.py", "attention.py", "fingerprint.py")
 INNOCENT = {"vtoken.types", "vtoken.errors", "vtoken.executor"}
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from vtoken.executor import KVSpec
-from vtoken_conformance.model import Block, Model, Request
+from vtoken_conformance.model import Model
 from vtoken_conformance.planning import expected_change
+from vtoken_conformance.state import Block, Request
 
 N = None
 
@@ -49,6 +50,12 @@ def test_fill_takes_movers_in_order_into_the_lowest_holes():
     model = world(rows, 10)
     assert after(model, "fill") == [[0, 7, 8, 3], [4, 9, 6, N]]
     assert model.requests["a"].cursor == 7
+
+
+def test_fill_keeps_the_fullest_blocks_in_their_order():
+    rows = [[0, N, N, N], [4, 5, 6, 7], [8, 9, N, N]]
+    assert after(world(rows, 10), "fill") == [[4, 5, 6, 7], [8, 9, 0, N]]
+    assert after(world([[0, N, N, N], [N, 5, N, N], [8, N, N, N]], 9), "fill") == [[0, 5, 8, N]]
 
 
 def test_fill_of_a_packed_request_is_no_plan():

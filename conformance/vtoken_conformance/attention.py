@@ -24,23 +24,26 @@ def attention(
     positions = sorted(kv)
     shape = (len(query_positions), spec.num_layers, spec.num_query_heads, spec.head_size)
     queries = np.frombuffer(q, dtype=np.float32).astype(np.float64).reshape(shape)
+    out, mass = np.zeros(shape), np.zeros(len(positions))
     if not positions:
-        return np.zeros(shape), {}
-    keys, values = _heads(spec, [kv[position] for position in positions])
-    logits = np.einsum("qlhd,tlhd->qlht", queries, keys) * spec.head_size**-0.5
+        return out, {}
     visible = np.array(positions)[None, :] <= np.array(query_positions)[:, None]
-    weights = _softmax(logits, visible[:, None, None, :])
-    out = np.einsum("qlht,tlhd->qlhd", weights, values)
-    mass = weights.sum(axis=(0, 2)).mean(axis=0)
+    layer_bytes = spec.token_bytes // spec.num_layers
+    for layer in range(spec.num_layers):
+        start = layer * layer_bytes
+        keys, values = _heads(spec, [kv[position][start : start + layer_bytes] for position in positions])
+        logits = np.einsum("qhd,thd->qht", queries[:, layer], keys) * spec.head_size**-0.5
+        weights = _softmax(logits, visible[:, None, :])
+        out[:, layer] = np.einsum("qht,thd->qhd", weights, values)
+        mass += weights.sum(axis=(0, 1)) / spec.num_layers
     return out, dict(zip(positions, mass.tolist(), strict=True))
 
 
 def _heads(spec: KVSpec, tokens: Sequence[bytes]) -> tuple[Array, Array]:
-    """Keys and values ``[num_tokens, num_layers, num_query_heads, head_size]``: each KV head under its query heads."""
-    numbers = decode(b"".join(tokens), spec.dtype)
-    numbers = numbers.reshape(len(tokens), spec.num_layers, 2, spec.num_kv_heads, spec.head_size)
-    numbers = numbers.repeat(spec.num_query_heads // spec.num_kv_heads, axis=3)
-    return numbers[:, :, 0], numbers[:, :, 1]
+    """One layer's keys and values ``[num_tokens, num_query_heads, head_size]``: each KV head under its query heads."""
+    numbers = decode(b"".join(tokens), spec.dtype).reshape(len(tokens), 2, spec.num_kv_heads, spec.head_size)
+    numbers = numbers.repeat(spec.num_query_heads // spec.num_kv_heads, axis=2)
+    return numbers[:, 0], numbers[:, 1]
 
 
 def _softmax(logits: Array, visible: npt.NDArray[np.bool_]) -> Array:

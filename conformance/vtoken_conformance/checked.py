@@ -1,37 +1,21 @@
 """An executor under watch: every call goes to it and to the model, and then the two are compared."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from hashlib import blake2b
-from typing import TypeVar
+from collections.abc import Iterable
 
-from vtoken.errors import PoolExhausted, SpecError
 from vtoken.executor import Attention, Buffer, Executor, KVSpec, Observation, Ticket
 from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView
 from vtoken.types import BlockId, Position, ReqId
-from vtoken_conformance.bits import is_moderate, make_queries
-from vtoken_conformance.compare import (
-    Call,
-    Mismatch,
-    VersionWatch,
-    compare_arrays,
-    compare_attention,
-    compare_equal,
-    compare_views,
-)
-from vtoken_conformance.model import Model, Refusal
+from vtoken_conformance.mismatch import Call, Mismatch, compare_equal
 from vtoken_conformance.plan_check import check_planned, check_profit, read_plan
+from vtoken_conformance.state import Refusal
+from vtoken_conformance.watcher import Watcher
 
 __all__ = ["CheckedExecutor"]
 
 MAX_SETTLE_ROUNDS = 64
-_MULTI_QUERY = 3
-
-Predicted = TypeVar("Predicted")
-Result = TypeVar("Result")
 
 
-class CheckedExecutor:
+class CheckedExecutor(Watcher):
     """Implements ``Executor`` over another one. The first difference from the model raises ``Mismatch``.
 
     Args:
@@ -42,30 +26,19 @@ class CheckedExecutor:
         source_utilization: what the driver's ``evacuate`` was made with (R-6).
     """
 
+    spec: KVSpec
+
     def __init__(
         self, inner: Executor, *, check_every: int = 1, attend: bool = True, source_utilization: float = 0.5
     ) -> None:
-        if check_every < 1:
-            raise SpecError(f"check_every={check_every}: give at least 1")
-        self.inner = inner
+        super().__init__(inner, check_every, attend)
         self.name = inner.name
-        self.num_calls = 0
-        self.num_attention_checks = 0
-        self._check_every = check_every
-        self._attend = attend
         self._source_utilization = source_utilization
 
     def allocate(self, spec: KVSpec) -> None:
         self.inner.allocate(spec)
         self.spec = spec
-        self.model = Model(spec)
-        self._versions = VersionWatch()
-        self._digest = blake2b(digest_size=8)
-
-    @property
-    def fingerprint_so_far(self) -> str:
-        """16 hex digits over the fingerprints of all requests after all calls that were compared in full."""
-        return self._digest.hexdigest()
+        self._start(spec)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -201,87 +174,10 @@ class CheckedExecutor:
     def pool_view(self) -> PoolView:
         return self.inner.pool_view()
 
-    # -- comparing ---------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        call: Call,
-        predict: Callable[[], Predicted],
-        perform: Callable[[], Result],
-        verify: Callable[[Predicted, Result], None] | None = None,
-    ) -> Result:
-        self.num_calls += 1
-        is_full = self.num_calls % self._check_every == 0
-        with self._numbered():
-            try:
-                predicted = predict()
-            except Refusal as refusal:
-                raise self._refused(call, refusal, perform) from None
-            try:
-                result = perform()
-            except SpecError as error:
-                raise Mismatch(call.main_rule, f"{call.op} is legal here", "it goes through", _named(error)) from error
-            self._compare(call, is_full)
-            if verify:
-                verify(predicted, result)
-            if is_full and self._attend:
-                self._probe_attention(call)
-        return result
-
-    def _refused(self, call: Call, refusal: Refusal, perform: Callable[[], object]) -> SpecError:
-        """The error of a call that must be refused, once nothing was found changed by it (T-8, Q-5)."""
-        try:
-            perform()
-        except SpecError as error:
-            if isinstance(error, PoolExhausted) != (refusal.error is PoolExhausted):
-                wanted = f"{refusal.error.__name__}, since {refusal}"
-                raise Mismatch(refusal.rule, f"error of {call.op}", wanted, _named(error)) from error
-            self._compare(Call("refused", call.touched), is_full=True)
-            return error
-        raise Mismatch(refusal.rule, f"{call.op} is refused: {refusal}", refusal.error.__name__, "it went through")
-
-    def _compare(self, call: Call, is_full: bool) -> None:
-        compare_views(self.model, self.inner, call)
-        self._versions.compare(self.model, self.inner, call)
-        if is_full:
-            observation = self.inner.observe()
-            compare_arrays(self.model, observation, call)
-            for req_id in sorted(self.model.requests):
-                self._digest.update(f"{req_id} {observation.requests[req_id].fingerprint}\n".encode())
-
-    def _probe_attention(self, call: Call) -> None:
-        for req_id in call.touched:
-            if req_id not in self.model.requests or not self.model.requests[req_id].num_computed:
-                continue
-            if self._is_comparable(req_id):
-                many = self.num_calls % 2 == 0 and self.model.requests[req_id].num_computed >= _MULTI_QUERY
-                num_queries = _MULTI_QUERY if many else 1
-                q = make_queries(self.spec, str(self.num_calls), num_queries)
-                self._compare_attention(req_id, self.inner.attend(req_id, q, num_queries), q, num_queries)
-
-    def _is_comparable(self, req_id: ReqId) -> bool:
-        """Whether all live tokens are ordinary numbers, so that exact arithmetic has an answer."""
-        return all(is_moderate(data, self.spec.dtype) for data in self.model.requests[req_id].kv.values())
-
-    def _compare_attention(self, req_id: ReqId, seen: Attention, q: bytes, num_queries: int) -> None:
-        end = self.model.requests[req_id].num_computed
-        compare_attention(self.model, req_id, seen, q, range(end - num_queries, end))
-        self.num_attention_checks += 1
+    # -- parts -------------------------------------------------------------------------------------------------------
 
     def _split(self, num_tokens: int, kv: Buffer) -> list[bytes]:
         size = self.spec.token_bytes
         if len(kv) != num_tokens * size:
             raise Refusal("T-8", f"kv has {len(kv)} bytes, {num_tokens} tokens have {num_tokens * size}")
         return [bytes(kv[index * size : (index + 1) * size]) for index in range(num_tokens)]
-
-    @contextmanager
-    def _numbered(self) -> Iterator[None]:
-        try:
-            yield
-        except Mismatch as mismatch:
-            mismatch.step = self.num_calls
-            raise
-
-
-def _named(error: SpecError) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,81 +1,16 @@
 """Compares what an executor shows with the model; the first difference raises ``Mismatch``, which cites the rule."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from vtoken.executor import Attention, Executor, Observation, RequestObservation
 from vtoken.types import BlockId, Position, ReqId
 from vtoken_conformance.attention import TOLERANCE, Array, attention
 from vtoken_conformance.fingerprint import fingerprint
-from vtoken_conformance.model import Model, Request
+from vtoken_conformance.mismatch import Call, Mismatch
+from vtoken_conformance.model import Model
+from vtoken_conformance.state import Request
 
-__all__ = [
-    "Call",
-    "Mismatch",
-    "VersionWatch",
-    "compare_arrays",
-    "compare_attention",
-    "compare_equal",
-    "compare_views",
-]
-
-
-class Mismatch(Exception):
-    """An executor differs from the model. ``step`` is the number of the call, counted from 1."""
-
-    def __init__(self, rule: str, what: str, expected: object, got: object) -> None:
-        super().__init__(f"{rule}: {what}: expected {expected}, got {got}")
-        self.rule = rule
-        self.what = what
-        self.expected = str(expected)
-        self.got = str(got)
-        self.step = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The call after which things are compared, and the requests that it may change."""
-
-    op: str
-    touched: tuple[ReqId, ...] = ()
-
-    @property
-    def main_rule(self) -> str:
-        """The rule that the call follows."""
-        return _BY_OP[self.op][""]
-
-    def rule(self, aspect: str, req_id: ReqId) -> str:
-        """The rule that is broken if this aspect of that request differs after the call."""
-        if req_id not in self.touched:
-            return _UNTOUCHED[aspect]
-        return _BY_OP[self.op].get(aspect, self.main_rule)
-
-
-_UNTOUCHED = {"blocks": "INV-2", "live": "Q-3", "place": "INV-2", "bytes": "INV-7", "count": "Q-3", "version": "T-6"}
-
-# The rule that a call follows, by aspect where several rules share it.
-_BY_OP: dict[str, dict[str, str]] = {
-    "admit": {"": "Q-1"},
-    "append": {"": "T-2", "bytes": "INV-1"},
-    "doom": {"": "T-1"},
-    "kill": {"": "T-3"},
-    "recycle": {"": "C-1"},
-    "launch": {"": "R-1", "blocks": "R-3", "live": "INV-1", "bytes": "R-2", "place": "R-2"},
-    "advance": {"": "R-7"},
-    "reap": {"": "R-7"},
-    "fork": {"": "Q-2"},
-    "preempt": {"": "Q-4"},
-    "finish": {"": "Q-1"},
-    "attend": {"": "A-1"},
-    "refused": {"": "T-8"},
-}
-
-
-def compare_equal(rule: str, what: str, expected: object, got: object) -> None:
-    """One value against the other."""
-    if expected != got:
-        raise Mismatch(rule, what, expected, got)
+__all__ = ["VersionWatch", "compare_arrays", "compare_attention", "compare_views"]
 
 
 class VersionWatch:

@@ -7,7 +7,7 @@ from typing import Any
 from vtoken.executor import Observation, RequestObservation
 from vtoken.types import ReqId
 from vtoken_conformance.checked import CheckedExecutor
-from vtoken_conformance.compare import compare_equal
+from vtoken_conformance.mismatch import compare_equal
 
 __all__ = ["POOL_FIELDS", "REQUEST_FIELDS", "compare_expectation"]
 

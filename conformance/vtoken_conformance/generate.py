@@ -11,40 +11,16 @@ from vtoken.errors import PoolExhausted
 from vtoken.executor import KVSpec
 from vtoken.types import ReqId
 from vtoken_conformance.bits import Bits, is_special
-from vtoken_conformance.model import Change, Model, Refusal, Request
+from vtoken_conformance.model import Model
 from vtoken_conformance.planning import PLANNERS, expected_change
 from vtoken_conformance.program import Program, Step
+from vtoken_conformance.shapes import MAX_REQS, SPECS
+from vtoken_conformance.state import Change, Refusal, Request
 
-__all__ = ["NAME_PREFIX", "SPECS", "generate"]
+__all__ = ["NAME_PREFIX", "generate"]
 
 NAME_PREFIX = "random/"
 NUM_STEPS = 44
-MAX_REQS = 4
-
-
-def _spec(block_size: int, num_blocks: int, dtype: str, regime: str, num_kv_heads: int = 2) -> KVSpec:
-    return KVSpec(
-        num_layers=2,
-        num_kv_heads=num_kv_heads,
-        num_query_heads=4,
-        head_size=8,
-        dtype=dtype,  # type: ignore[arg-type]
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_num_reqs=MAX_REQS,
-        regime=regime,  # type: ignore[arg-type]
-    )
-
-
-SPECS = (
-    _spec(4, 17, "float32", "ordered"),
-    _spec(4, 17, "float32", "fenced"),
-    _spec(16, 9, "bfloat16", "ordered", num_kv_heads=1),
-    _spec(3, 25, "float16", "fenced", num_kv_heads=4),
-    _spec(1, 41, "float32", "ordered", num_kv_heads=4),
-    _spec(16, 9, "bfloat16", "fenced", num_kv_heads=1),
-)
-
 _WEIGHTS = {
     "admit": 3,
     "append": 11,

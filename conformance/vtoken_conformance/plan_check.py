@@ -3,9 +3,10 @@
 from vtoken.executor import KVSpec
 from vtoken.reclamation.plan import ReclamationPlan, TableView
 from vtoken.types import Position, ReqId
-from vtoken_conformance.compare import Mismatch
-from vtoken_conformance.model import Block, Change, Model, Refusal, Request
+from vtoken_conformance.mismatch import Mismatch
+from vtoken_conformance.model import Model
 from vtoken_conformance.planning import PLANNERS, expected_change
+from vtoken_conformance.state import Block, Change, Refusal, Request
 
 __all__ = ["check_planned", "check_profit", "read_plan"]
 
@@ -37,7 +38,7 @@ def _read_blocks(model: Model, request: Request, plan: ReclamationPlan) -> tuple
     if not plan.packed and request.blocks and request.blocks[-1].block_id in freed:
         raise Refusal("R-4", "it frees the tail block")
     if not {*new} <= model.target_ids():
-        raise Mismatch("INV-5", f"targets of the plan of request {plan.req_id!r}", "no block freed in this pass", new)
+        raise Refusal("INV-5", f"one of {new} was freed in this pass")
     return tuple(by_id[block_id] for block_id in freed), {block_id: rank for rank, block_id in enumerate(new)}
 
 
@@ -61,7 +62,7 @@ def _read_moves(
             raise Refusal("INV-5", f"slot {dst_slot} is no hole of the request, or a target twice")
         target, _ = moves[position] = holes.pop(dst_slot)
         if isinstance(target, Block) and not model.is_private(target):
-            raise Mismatch("INV-7", f"target of the move of position {position}", "a private block", f"slot {dst_slot}")
+            raise Refusal("INV-7", f"slot {dst_slot} lies in a shared block")
     return moves
 
 

@@ -6,7 +6,8 @@
 from itertools import chain
 
 from vtoken.types import Position, ReqId
-from vtoken_conformance.model import Block, Change, Model, Request
+from vtoken_conformance.model import Model
+from vtoken_conformance.state import Block, Change, Request
 
 __all__ = ["PLANNERS", "expected_change", "plan_evacuate", "plan_fill", "plan_release"]
 
@@ -26,12 +27,16 @@ def plan_fill(model: Model, req_id: ReqId, num_targets: int) -> Change | None:
     request, size = model.known(req_id), model.spec.block_size
     if request.plan_in_flight or request.is_packed():
         return None
-    staying = [b for b, row in _pairs(request) if not model.is_private(b) and None not in row]
+    num_live_in = {b: sum(position is not None for position in row) for b, row in _pairs(request)}
+    staying = [b for b in request.blocks if not model.is_private(b) and num_live_in[b] == size]
     private = [b for b in request.blocks if model.is_private(b)]
-    num_live = sum(position is not None for b, row in _pairs(request) if b not in staying for position in row)
+    num_live = sum(num_live_in[b] for b in request.blocks if b not in staying)
     num_blocks = -(-num_live // size)
-    kept = private[:num_blocks]
+    fullest = sorted(private, key=lambda b: -num_live_in[b])[:num_blocks]
+    kept = [b for b in private if b in fullest]
     order = request.blocks.index
+    by_fullness = sorted(private, key=lambda b: request.rows[order(b)].count(None))
+    kept = [b for b in private if b in by_fullness[:num_blocks]]
     if kept and len(kept) == num_blocks and num_live % size and any(order(b) > order(kept[-1]) for b in staying):
         kept.pop()
     num_fresh = num_blocks - len(kept)

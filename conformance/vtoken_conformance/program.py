@@ -12,8 +12,8 @@ from vtoken.reclamation.plan import ReclamationPlan
 from vtoken.types import ReqId
 from vtoken_conformance.bits import Bits, make_queries, make_token
 from vtoken_conformance.checked import CheckedExecutor
-from vtoken_conformance.compare import Mismatch, compare_equal
 from vtoken_conformance.expectation import compare_expectation
+from vtoken_conformance.mismatch import Mismatch, compare_equal
 from vtoken_conformance.tamper import tampered
 
 __all__ = ["Program", "ProgramRun", "Step"]

@@ -17,7 +17,7 @@ from vtoken.types import ReqId, cdiv
 from vtoken.victims import TraceVictims
 from vtoken_conformance.bits import make_token
 from vtoken_conformance.checked import CheckedExecutor
-from vtoken_conformance.compare import compare_equal
+from vtoken_conformance.mismatch import compare_equal
 
 __all__ = ["TraceJob", "TraceRun", "load_trace_jobs"]
 

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 from vtoken.errors import SpecError
 from vtoken.executor import Executor
 from vtoken_conformance.checked import CheckedExecutor
-from vtoken_conformance.compare import Mismatch
 from vtoken_conformance.generate import NAME_PREFIX, generate
+from vtoken_conformance.mismatch import Mismatch
 from vtoken_conformance.program import Program, ProgramRun
 
 __all__ = ["Failure", "Job", "ProgramJob", "Row", "run_all", "run_job", "select_jobs"]

@@ -11,8 +11,10 @@ __all__ = ["TAMPERS", "tampered"]
 
 
 def _drop_move(plan: ReclamationPlan, executor: Executor) -> ReclamationPlan:
-    """The last token stays behind in a block that leaves."""
-    return replace(plan, moves=plan.moves[:-1])
+    """A token stays behind in a block that leaves."""
+    size = executor.spec.block_size
+    behind = next(move for move in plan.moves if move.src_slot // size in plan.freed_block_ids)
+    return replace(plan, moves=tuple(move for move in plan.moves if move is not behind))
 
 
 def _repeat_target(plan: ReclamationPlan, executor: Executor) -> ReclamationPlan:

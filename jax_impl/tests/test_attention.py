@@ -114,6 +114,14 @@ def test_a_request_without_live_tokens_gives_zeros(make_spec, rng):
     assert not any(got.out)
 
 
+def test_a_request_without_blocks_gives_zeros(make_spec):
+    spec = make_spec()
+    got = JaxKVStore(spec).attend(2, np.ones(spec.query_elements, np.float32).tobytes(), [7])
+    assert (len(got.positions), len(got.mass)) == (0, 0)
+    assert len(got.out) == spec.query_elements
+    assert not any(got.out)
+
+
 def test_mass_adds_up_to_queries_times_query_heads(make_spec, rng):
     spec = make_spec(num_query_heads=6)
     got = check(spec, rng, list(range(8, 30)), list(range(22)), [19, 20, 21])

@@ -140,6 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders: Counter[int] = Counter()
         self.fences: dict[int, int] = {}
         self.freed_in_pass: set[int] = set()
+        self.hashed: set[int] = set()
         self.step = 0
 
     @rule(count=st.integers(0, 9))
@@ -183,12 +184,22 @@ class PoolMachine(RuleBasedStateMachine):
             self.holders[block] -= 1
             if not self.holders[block]:
                 gone.append(block)
+                self.hashed.discard(block)
         if fenced:
             self.fences.update(dict.fromkeys(gone, self.step + 1))
         else:
             self.free += gone
             self.freed_in_pass.update(gone)
         assert freed == ([] if fenced else gone)
+
+    @rule(block=st.integers(0, 9), hashes=st.booleans())
+    def hash_block(self, block: int, hashes: bool) -> None:
+        if not self.holders[block]:
+            with pytest.raises(SpecError, match="set_hashed"):
+                self.pool.set_hashed(block, hashes)
+            return
+        self.pool.set_hashed(block, hashes)
+        (self.hashed.add if hashes else self.hashed.discard)(block)
 
     @rule(reaps=st.booleans())
     def next_pass(self, reaps: bool) -> None:
@@ -214,6 +225,10 @@ class PoolMachine(RuleBasedStateMachine):
         assert [pool.ref_cnt(block) for block in range(10)] == [self.holders[block] for block in range(10)]
         assert pool.num_free + pool.num_held + pool.num_in_flight == 8
         assert sorted([*self.free, *held, *self.fences]) == list(range(1, 9))
+        private = [block for block in range(10) if self.holders[block] == 1 and block not in self.hashed]
+        assert [block for block in range(10) if pool.is_private(block)] == private
+        some = [block for block in (7, 2, 5, 1) if block in held]
+        assert pool.not_private(some) == [i for i, block in enumerate(some) if block not in private]
         targets = [block for block in self.free if block not in self.freed_in_pass]
         assert pool.copy_targets(len(targets)) == targets
         assert pool.copy_targets(len(targets) + 1) is None

@@ -38,7 +38,9 @@ def slow_fingerprint(tokens: Tokens) -> str:
 
 
 def fingerprint(tokens: Tokens) -> str:
-    return sequence_fingerprint((position, struct.pack(f"<{len(words)}H", *words)) for position, words in tokens.items())
+    return sequence_fingerprint(
+        (position, struct.pack(f"<{len(words)}H", *words)) for position, words in tokens.items()
+    )
 
 
 # -- golden values: the table at the end of SPEC.md is the one source -------------------------------------------------

@@ -331,7 +331,7 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(req_id=st.sampled_from("abcd"))
     def admit(self, req_id: str) -> None:
         if req_id in self.live or len(self.live) == 3:
-            with pytest.raises(SpecError, match="admitted|rows are taken"):
+            with pytest.raises(SpecError, match=r"admitted|rows are taken"):
                 self.world.admit(req_id)
         else:
             self.world.admit(req_id)

@@ -177,9 +177,7 @@ def test_what_a_dead_slot_holds_never_reaches_the_output(poison: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "code"), [("bfloat16", None), ("float16", "e"), ("float32", "f")])
 def test_kv_is_read_in_its_dtype(dtype: str, code: str | None) -> None:
-    spec = KVSpec(
-        num_layers=1, num_kv_heads=1, num_query_heads=1, head_size=2, dtype=dtype, block_size=4, num_blocks=3
-    )  # type: ignore[arg-type]
+    spec = KVSpec(num_layers=1, num_kv_heads=1, num_query_heads=1, head_size=2, dtype=dtype, block_size=4, num_blocks=3)  # type: ignore[arg-type]
     executor = ReferenceExecutor()
     executor.allocate(spec)
     executor.admit("a")

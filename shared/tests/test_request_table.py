@@ -278,10 +278,10 @@ def test_a_recycle_is_taken_back_where_a_plan_has_moved_it(make_world: Callable[
     table = world.lay("a", "x... .... xdxx")
     table.recycle(9, 12)
     table.apply_plan(world.plan("fill", "a"))
-    assert draw(table) == "0 8 12 10 | 11 _ _ _"
+    assert draw(table) == "0 12 10 11 | 8 _ _ _"
     table.rollback_recycle()
-    assert draw(table) == "0 8 9 10 | 11 _ _ _"
-    assert table.table_slot_of(9) == 2
+    assert draw(table) == "0 9 10 11 | 8 _ _ _"
+    assert table.table_slot_of(9) == 1
     assert table.is_doomed(9)
 
 

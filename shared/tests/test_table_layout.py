@@ -175,7 +175,7 @@ def test_a_plan_is_refused_once_a_token_that_it_carries_is_dead(make_world: Call
     world.lay("a", "xx.. x... .... x...")
     plan = world.plan(planner, "a")
     world.kill("a", [plan.moves[0].position])
-    with pytest.raises(SpecError, match="INV-4|not live there"):
+    with pytest.raises(SpecError, match=r"INV-4|not live there"):
         world.launch(plan)
     world.check()
 

@@ -77,7 +77,7 @@ def test_a_prefix_is_a_whole_number_of_computed_blocks(make_world: Callable[...,
 def test_a_prefix_with_a_dead_token_is_refused_with_the_longest_that_is_left(make_world: Callable[..., Any]) -> None:
     world = make_world()
     world.lay("a", "xxxx xx.x xxxx")
-    with pytest.raises(SpecError, match="position 6 was evicted or moved.*share at most 4 tokens"):
+    with pytest.raises(SpecError, match=r"position 6 was evicted or moved.*share at most 4 tokens"):
         world.tables.prefix_blocks("a", 12)
     assert world.tables.prefix_blocks("a", 4) == [1]
 
@@ -231,9 +231,9 @@ class TableMachine(RuleBasedStateMachine):
             for position in range(min(num_tokens, self.computed[parent_id]))
         )
         if child_id in self.tables or num_tokens > self.computed[parent_id] or not in_place:
+            refused = self.tables.add if child_id in self.tables else self.tables.prefix_blocks
             with pytest.raises(SpecError):
-                self.tables.prefix_blocks(parent_id, num_tokens)
-                self.tables.add(child_id)
+                refused(*((child_id,) if child_id in self.tables else (parent_id, num_tokens)))
             return
         shared = self.tables.prefix_blocks(parent_id, num_tokens)
         self.pool.share(shared)

@@ -22,6 +22,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
         self._ref_cnt: Counter[BlockId] = Counter()
+        self._num_holders = 0  # the sum of all reference counts
         self._fences: OrderedDict[BlockId, int] = OrderedDict()
         self._freed_in_pass: set[BlockId] = set()
         self._hashed: set[BlockId] = set()
@@ -56,6 +57,12 @@ class BlockPool:
         """Held once and not hashed for the prefix cache (INV-7: only such a block is ever written)."""
         return self._ref_cnt.get(block_id) == 1 and block_id not in self._hashed
 
+    def not_private(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Indices into ``block_ids`` of blocks that are not private, ascending; O(1) where none is shared or hashed."""
+        if self._num_holders == len(self._ref_cnt) and not self._hashed:
+            return []
+        return [index for index, block in enumerate(block_ids) if not self.is_private(block)]
+
     def free_block_ids(self) -> list[BlockId]:
         """The free list, next to be taken first."""
         return list(self._free)
@@ -84,25 +91,29 @@ class BlockPool:
                 f"({len(self._fences)} in flight): reclaim, wait for fences, or preempt a request"
             )
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        self._ref_cnt.update(blocks)
+        self._add_holder(blocks)
         return blocks
 
     def take(self, block_ids: Sequence[BlockId]) -> None:
         """Takes these blocks (copy targets, a plan's new ones) off the free list: all, or none with an error."""
+        self.check_take(block_ids)
+        for block in block_ids:
+            del self._free[block]
+        self._add_holder(block_ids)
+
+    def check_take(self, block_ids: Sequence[BlockId]) -> None:
+        """Raises where ``take`` would, and changes nothing."""
         refused = [block for block in block_ids if block not in self._free or block in self._freed_in_pass]
         if refused or len(set(block_ids)) != len(block_ids):
             raise SpecError(
                 f"take: blocks {refused or list(block_ids)} are not free, were freed in this pass, or are named twice: "
                 "plan again"
             )
-        for block in block_ids:
-            del self._free[block]
-        self._ref_cnt.update(block_ids)
 
     def share(self, block_ids: Sequence[BlockId]) -> None:
         """Adds one holder to blocks that are held already."""
         self._check_held(block_ids, "share")
-        self._ref_cnt.update(block_ids)
+        self._add_holder(block_ids)
 
     def free(self, block_ids: Sequence[BlockId], fence: int | None = None) -> list[BlockId]:
         """Drops one holder of each block; returns those that became free at once.
@@ -111,6 +122,7 @@ class BlockPool:
         no copy target before the next pass.
         """
         self._check_held(block_ids, "free")
+        self._num_holders -= len(block_ids)
         freed = []
         for block in block_ids:
             self._ref_cnt[block] -= 1
@@ -142,6 +154,10 @@ class BlockPool:
         """Says whether the prefix cache may serve this block's content; a hashed block is never written."""
         self._check_held((block_id,), "set_hashed")
         (self._hashed.add if hashed else self._hashed.discard)(block_id)
+
+    def _add_holder(self, block_ids: Sequence[BlockId]) -> None:
+        self._ref_cnt.update(block_ids)
+        self._num_holders += len(block_ids)
 
     def _check_held(self, block_ids: Iterable[BlockId], call: str) -> None:
         for block, count in Counter(block_ids).items():

@@ -84,7 +84,7 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Receipt of one launched plan. ``fenced_block_ids`` come back to the pool through ``reap``."""
+    """Receipt of one launched plan. ``fenced_block_ids``, without a holder now, come back through ``reap``."""
 
     req_id: ReqId
     num_moves: int

@@ -82,9 +82,9 @@ def _words_after(plan: ReclamationPlan, table: RequestTable) -> list[int]:
     size = table.block_size
     words = dict(zip(table.block_ids, table.live_words, strict=True)) | dict.fromkeys(plan.new_block_ids, 0)
     for move in plan.moves:
-        words[move.src_slot // size] &= ~(1 << move.src_slot % size)
+        words[move.src_slot // size] = words.get(move.src_slot // size, 0) & ~(1 << move.src_slot % size)
     for move in plan.moves:
-        words[move.dst_slot // size] |= 1 << move.dst_slot % size
+        words[move.dst_slot // size] = words.get(move.dst_slot // size, 0) | 1 << move.dst_slot % size
     return [word for block, word in words.items() if block not in plan.freed_block_ids]
 
 

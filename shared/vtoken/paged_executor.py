@@ -160,10 +160,10 @@ class PagedExecutor:
 
     def launch(self, plan: ReclamationPlan) -> Ticket:
         table = self.tables[plan.req_id]
-        table.check_plan(plan)
+        self.pool.check_take(plan.new_block_ids)
         self._check_targets(plan)
-        self.pool.take(plan.new_block_ids)
         table.apply_plan(plan)
+        self.pool.take(plan.new_block_ids)
         self.store.move(plan.moves)
         self.store.set_free(plan.new_block_ids, False)
         self._sync_row(table)
@@ -173,7 +173,8 @@ class PagedExecutor:
             table.plan_done()
             return Ticket(plan.req_id, len(plan.moves), ())
         self._in_flight.add(plan.req_id)
-        return Ticket(plan.req_id, len(plan.moves), plan.freed_block_ids)
+        fenced = tuple(block for block in plan.freed_block_ids if not self.pool.ref_cnt(block))
+        return Ticket(plan.req_id, len(plan.moves), fenced)
 
     def advance(self) -> None:
         self._step += 1

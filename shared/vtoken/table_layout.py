@@ -91,6 +91,9 @@ class TableLayout:
 
     def check_plan(self, plan: ReclamationPlan) -> None:
         """Refuses a plan that does not fit this layout any more (INV-4, INV-5). O(blocks + moves), changes nothing."""
+        self._checked_index(plan)
+
+    def _checked_index(self, plan: ReclamationPlan) -> dict[BlockId, int]:
         if self.plan_in_flight:
             raise SpecError(f"INV-4: request {self.req_id!r} has a plan in flight: settle it before the next")
         if plan.req_id != self.req_id:
@@ -105,6 +108,7 @@ class TableLayout:
         index_of = {block: index for index, block in enumerate(self.block_ids)}
         self._check_blocks(plan, index_of)
         self._check_moves(plan, index_of)
+        return index_of
 
     def _check_blocks(self, plan: ReclamationPlan, index_of: dict[BlockId, int]) -> None:
         freed, new = plan.freed_block_ids, plan.new_block_ids
@@ -154,8 +158,7 @@ class TableLayout:
 
     def apply_plan(self, plan: ReclamationPlan) -> None:
         """Commits a plan when its copies are enqueued: all or nothing. The caller frees and takes its blocks."""
-        self.check_plan(plan)
-        index_of = {block: index for index, block in enumerate(self.block_ids)}
+        index_of = self._checked_index(plan)
         for move in plan.moves:
             block, offset = divmod(move.src_slot, self.block_size)
             self.live_words[index_of[block]] &= ~(1 << offset)
@@ -183,29 +186,27 @@ class TableLayout:
         self._place[move.position] = table_slot
 
     def _change_blocks(self, plan: ReclamationPlan) -> None:
-        """Drops freed blocks and inserts new ones; tokens behind a change get their new table slots."""
-        freed = set(plan.freed_block_ids)
+        """Drops freed blocks and inserts new ones; tokens behind the first change get their new table slots."""
+        freed, size = set(plan.freed_block_ids), self.block_size
         kept = [index for index, block in enumerate(self.block_ids) if block not in freed]
-        if not plan.new_block_ids and kept == list(range(len(kept))):
-            self._truncate(len(kept))
-            return
         at = len(kept) if plan.packed or not kept else len(kept) - 1
         order: list[int | None] = [*kept[:at], *[None] * len(plan.new_block_ids), *kept[at:]]
-        old_ids, old_words, old_position, size = self.block_ids, self.live_words, self._position, self.block_size
+        first = next((index for index, old in enumerate(order) if old != index), len(order))
+        old_ids, old_words, old_position = (
+            self.block_ids[first:],
+            self.live_words[first:],
+            self._position[first * size :],
+        )
+        del self.block_ids[first:], self.live_words[first:], self._position[first * size :]
         fresh = iter(plan.new_block_ids)
-        self.block_ids = [next(fresh) if old is None else old_ids[old] for old in order]
-        self.live_words = old_words[:0]
-        self._position = array("i")
-        for index, old in enumerate(order):
-            self.live_words.append(0 if old is None else old_words[old])
-            self._position.extend(
-                array("i", bytes(4 * size)) if old is None else old_position[old * size : (old + 1) * size]
-            )
-            if old is not None and old != index:
-                for table_slot in set_bits(old_words[old], index * size):
-                    self._place[self._position[table_slot]] = table_slot
-
-    def _truncate(self, num_blocks: int) -> None:
-        del self.block_ids[num_blocks:]
-        del self.live_words[num_blocks:]
-        del self._position[num_blocks * self.block_size :]
+        for index, old in enumerate(order[first:], start=first):
+            if old is None:
+                self.block_ids.append(next(fresh))
+                self.live_words.append(0)
+                self._position.frombytes(bytes(self._position.itemsize * size))
+                continue
+            self.block_ids.append(old_ids[old - first])
+            self.live_words.append(old_words[old - first])
+            self._position.extend(old_position[(old - first) * size : (old - first + 1) * size])
+            for table_slot in set_bits(old_words[old - first], index * size):
+                self._place[self._position[table_slot]] = table_slot

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vtoken.config import VTokenConfig
@@ -121,8 +122,6 @@ class _Matrix:
             expected = Expectation(blocks, fingerprints)
             replays = {}
             for name, executor in self.executors.items():
-                label = " ".join(filter(None, (policy, variant, "on", name)))
-                replays[name] = replay(
-                    self.recording, changed, trace, spec, executor, expected, lambda at=label: self.progress(at)
-                )
+                on_step = partial(self.progress, " ".join(filter(None, (policy, variant, "on", name))))
+                replays[name] = replay(self.recording, changed, trace, spec, executor, expected, on_step)
             yield Row(policy, variant, blocks, self.block_size, replays)

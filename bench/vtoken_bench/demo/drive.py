@@ -1,7 +1,7 @@
 """One pass of a recording through the scheduler's side: the loop that choosing, planning and replaying share."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vtoken.config import VTokenConfig
 from vtoken.executor import Executor
@@ -81,10 +81,12 @@ class Blocks:
 def plan_blocks(recording: Recording, config: VTokenConfig, trace: VictimTrace, block_size: int) -> Blocks:
     """A replay without KV: the spec's own table and pool. Every executor must hold the same."""
     executor = _capacity(recording, block_size)
-    held, live, counters = [], [], Counters()
-    for _, counters in drive(recording, config, executor, TraceVictims(trace)):  # noqa: B007 (the last one is meant)
+    held, live = [], []
+    counters = Counters()
+    for _, so_far in drive(recording, config, executor, TraceVictims(trace)):
         held.append(executor.pool_view().num_held)
         live.append(executor.table_view(REQ_ID).num_live_tokens)
+        counters = replace(so_far)
     return Blocks(tuple(held), tuple(live), counters)
 
 

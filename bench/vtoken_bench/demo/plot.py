@@ -10,10 +10,10 @@ from vtoken_bench.demo.recording import Recording
 
 __all__ = ["draw", "inline_svg"]
 
-_STYLES: Mapping[str, dict[str, Any]] = {  # Okabe and Ito's palette: told apart by colour-blind eyes, on white and black
-    "native": {"color": "#8c8c8c", "linewidth": 1.6, "label": "native: nothing is evicted"},
-    "naive": {"color": "#d55e00", "linewidth": 1.6, "label": "naive: only empty blocks come back"},
-    "lazy": {"color": "#0072b2", "linewidth": 1.6, "label": "vToken lazy"},
+_STYLES: Mapping[str, dict[str, Any]] = {  # after Okabe and Ito: told apart by colour-blind eyes, on white and black
+    "native": {"color": "#8c8c8c", "linewidth": 1.6, "label": "native: no eviction"},
+    "naive": {"color": "#d55e00", "linewidth": 1.6, "label": "naive: empty blocks only"},
+    "lazy": {"color": "#1f86c9", "linewidth": 1.6, "label": "vToken lazy"},
     "eager": {"color": "#009e73", "linewidth": 2.4, "label": "vToken eager"},
 }
 _TITLES = {"h2o": "H2O", "streaming_llm": "StreamingLLM", "random": "Random", "tova": "TOVA", "snapkv": "SnapKV"}
@@ -37,7 +37,7 @@ def draw(comparison: Comparison, recording: Recording, image_format: Literal["pn
         panels[0].set_ylabel(f"held blocks of {comparison.native.block_size} tokens")
         figure.supxlabel("decode step", size="medium")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3 if len(policies) > 1 else 2, frameon=False)
+        figure.legend(handles, labels, loc="outside upper center", ncols=5 if len(policies) > 2 else 2, frameon=False)
         picture = io.BytesIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type")) if image_format == "svg" else None
         figure.savefig(picture, format=image_format, dpi=160, metadata=nothing, transparent=image_format == "svg")
@@ -58,7 +58,7 @@ def _panel(axes: Any, rows: Sequence[Row], recording: Recording, text: str, titl
     for row in rows:
         axes.plot(steps, row.blocks.held[first:], **_STYLES[row.variant])
     evicting = next(row for row in rows if row.variant != NATIVE)
-    ideal = {"color": text, "linewidth": 1.0, "linestyle": (0, (2, 2)), "label": "ideal: live tokens, no holes"}
+    ideal = {"color": text, "linewidth": 1.0, "linestyle": (0, (2, 2)), "label": "ideal: no holes"}
     axes.plot(steps, evicting.ideal[first:], **ideal)
     axes.set_title(title, size="medium", weight="bold")
     axes.set_ylim(0, 1.06 * max(max(row.blocks.held[first:]) for row in rows))

@@ -36,9 +36,10 @@ def read_prompt(
     ids = ids[:wanted]
     room = model.max_positions - num_tokens
     if len(ids) > room:
+        remedy = f"--prompt-tokens {room} shortens the prompt" if room > 0 else "ask for fewer --tokens"
         raise SpecError(
-            f"the prompt has {len(ids)} tokens and {num_tokens} follow, {model.name} has {model.max_positions} positions: "
-            f"shorten it with --prompt-tokens {max(room, 1)}" + ("" if room > 0 else ", and --tokens too")
+            f"the prompt has {len(ids)} tokens and {num_tokens} are to follow, but {model.name} has "
+            f"{model.max_positions} positions: {remedy}"
         )
     return name, ids
 

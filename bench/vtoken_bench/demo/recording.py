@@ -73,7 +73,7 @@ class Recording:
 
     def bytes_of(self, start: Position, end: Position) -> memoryview:
         """KV of positions ``[start, end)`` in canonical order; no copy."""
-        return memoryview(self.kv[start:end].reshape(-1)).cast("B")
+        return self.kv[start:end].reshape(-1).view(np.uint8).data
 
 
 class RecordedMass:

@@ -41,6 +41,7 @@ def print_summary(console: Console, outcomes: Mapping[str, Outcome], workload: W
         title_justify="left",
         box=SIMPLE,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("\nvariant", no_wrap=True)
     table.add_column("held over\ntime", no_wrap=True)

@@ -20,7 +20,7 @@ def make_config(**options: Any) -> VTokenConfig:
 
 @pytest.mark.parametrize(
     ("picture", "blocks"),
-    [("xx.x xx", 0), ("x.x. xx", 0), ("x.x. x.", 1), ("...", 1), (".... .... x", 2), ("x... x... x... x...", 3)],
+    [("xxxx xx", 0), ("xx.x xx", 0), ("x.x. x.", 1), ("...", 1), (".... .... x", 2), ("x... x... x... x...", 3)],
 )
 def test_reclaimable_is_what_is_held_beyond_the_live_tokens(make_world: MakeWorld, picture: str, blocks: int) -> None:
     world = make_world()

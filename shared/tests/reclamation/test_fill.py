@@ -15,7 +15,7 @@ Draw = Callable[..., str]
 # -- private blocks alone --------------------------------------------------------------------------------------------
 
 
-def test_the_tails_tokens_go_into_the_holes_lowest_hole_first(make_world: MakeWorld, draw: Draw) -> None:
+def test_tokens_of_leaving_blocks_go_into_the_holes_lowest_hole_first(make_world: MakeWorld, draw: Draw) -> None:
     world = make_world()
     table = world.lay("a", "x.xx xxx. .x.x xx")
     plan = world.reclaim("fill", "a")
@@ -36,11 +36,21 @@ def test_a_full_layout_with_a_dead_last_token_moves_its_cursor_alone(make_world:
     world.check()
 
 
-def test_dead_blocks_in_the_middle_are_kept_and_filled(make_world: MakeWorld, draw: Draw) -> None:
+def test_the_fullest_blocks_are_kept_and_the_earlier_of_equals(make_world: MakeWorld, draw: Draw) -> None:
+    world = make_world()
+    table = world.lay("a", "x... xxx. .xx. ..xx xxx")
+    plan = world.reclaim("fill", "a")
+    assert plan.freed_block_ids == (1, 4)
+    assert plan.moves == (Move(0, 4, 11), Move(14, 18, 12), Move(15, 19, 15))
+    assert draw(table) == "4 5 6 0 | 14 9 10 15 | 16 17 18 _"
+    world.check()
+
+
+def test_a_dead_block_leaves_before_a_live_one(make_world: MakeWorld, draw: Draw) -> None:
     world = make_world()
     table = world.lay("a", "xxxx .... xxxx xx..")
-    world.reclaim("fill", "a")
-    assert draw(table) == "0 1 2 3 | 10 11 12 13 | 8 9 _ _"
+    assert world.reclaim("fill", "a").moves == ()
+    assert draw(table) == "0 1 2 3 | 8 9 10 11 | 12 13 _ _"
     world.check()
 
 
@@ -80,10 +90,12 @@ def test_fill_packs_with_the_fewest_moves_and_no_block(make_world: MakeWorld, ma
         return
     check_plan(plan, table)
     check_launch([plan], world.tables)
-    behind = [slot for slot in table.live_table_slots() if slot >= len(live)]
-    holes = [slot for slot in range(len(live)) if slot not in set(table.live_table_slots())]
-    assert [move.src_slot for move in plan.moves] == [table.slot_at(slot) for slot in behind]
-    assert [move.dst_slot for move in plan.moves] == [table.slot_at(slot) for slot in holes]
+    fullest = sorted(range(len(table.block_ids)), key=lambda i: (-table.live_words[i].bit_count(), i))
+    kept = sorted(fullest[: cdiv(len(live), 4)])
+    targets = [table.slot_at(4 * index + offset) for index in kept for offset in range(4)][: len(live)]
+    assert [move.src_slot for move in plan.moves] == [slot for slot in table.live_slots() if slot not in targets]
+    assert [move.dst_slot for move in plan.moves] == [slot for slot in targets if slot not in table.live_slots()]
+    assert plan.freed_block_ids == tuple(b for i, b in enumerate(table.block_ids) if i not in kept)
     assert plan.new_block_ids == ()
     world.launch(plan)
     assert (table.is_packed, sorted(table.live_positions()), table.next_doomed(99)) == (True, live, doomed)
@@ -207,7 +219,7 @@ def test_fill_packs_whatever_is_shared_or_hashed(
     private = [i for i, block in enumerate(blocks) if world.pool.is_private(block)]
     staying = [i for i in range(len(blocks)) if i not in private and words[i] == 0b1111]
     num_left = len(live) - 4 * len(staying)
-    kept = private[: cdiv(num_left, 4)]
+    kept = sorted(sorted(private, key=lambda i: (-words[i].bit_count(), i))[: cdiv(num_left, 4)])
     if num_left % 4 and len(kept) == cdiv(num_left, 4) and staying and kept[-1] < staying[-1]:
         kept.pop()
     num_fresh = cdiv(num_left, 4) - len(kept)
@@ -221,7 +233,9 @@ def test_fill_packs_whatever_is_shared_or_hashed(
     assert len(plan.new_block_ids) == num_fresh
     assert num_fresh == 0 or len(private) < len(blocks)
     assert set(plan.freed_block_ids) == {blocks[i] for i in range(len(blocks)) if i not in (*kept, *staying)}
-    targets = [4 * block + o for block in (*(blocks[i] for i in kept), *plan.new_block_ids) for o in range(4)][:num_left]
+    targets = [4 * block + o for block in (*(blocks[i] for i in kept), *plan.new_block_ids) for o in range(4)][
+        :num_left
+    ]
     stay_put = {*targets, *(4 * blocks[i] + o for i in staying for o in range(4))}
     movers = [slot for slot in table.live_slots() if slot not in stay_put]
     assert [move.src_slot for move in plan.moves] == movers

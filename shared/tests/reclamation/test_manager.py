@@ -68,7 +68,9 @@ def test_the_naive_variant_does_not_look_where_nothing_is_dead(make_world: MakeW
 # -- eager -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("picture", ["x", "xxxx", "xxxx x", "x.", ".", "....", "xxx.", ".xxx xxxx", "xxxx x.", "xxxx ...."])
+@pytest.mark.parametrize(
+    "picture", ["x", "xxxx", "xxxx x", "x.", ".", "....", "xxx.", ".xxx xxxx", "xxxx x.", "xxxx ...."]
+)
 def test_eager_mode_is_due_exactly_where_the_layout_is_not_packed(make_world: MakeWorld, picture: str) -> None:
     world = make_world()
     table = world.lay("a", picture)

@@ -61,9 +61,7 @@ def test_the_tokens_of_a_block_are_named_by_position_and_slot(make_world: Callab
 
 
 @pytest.mark.parametrize("planner", ["evacuate", "fill", "release"])
-def test_planning_changes_nothing(
-    make_world: Callable[..., Any], state_of: Callable[..., Any], planner: str
-) -> None:
+def test_planning_changes_nothing(make_world: Callable[..., Any], state_of: Callable[..., Any], planner: str) -> None:
     world = make_world()
     table = world.lay("a", "x.d. x... .... xx")
     before = (state_of(table), world.observe(), world.pool.free_block_ids())

@@ -1,7 +1,7 @@
-"""Planner ``fill`` (SPEC R-5): the tail's live tokens go into the holes before them.
+"""Planner ``fill`` (SPEC R-5): live tokens of the emptiest blocks go into the holes of the fuller ones.
 
-"Two fingers", as in swap-remove: no fresh block and the fewest copies that leave the layout packed, so that
-unmodified paged kernels serve it. Order within a request changes, which attention does not see.
+"Two fingers", as in swap-remove: no fresh block, and the layout is packed afterwards, so that unmodified paged
+kernels serve it. Order within a request changes, which attention does not see.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,20 +53,19 @@ class FillPlanner:
 def _sort_blocks(table: TableView, pool: PoolView) -> _Sorted:
     size, words = table.block_size, table.live_words
     full = (1 << size) - 1
-    private, left, num_live, last_staying = [], [], table.num_live_tokens, -1
-    for index, block in enumerate(table.block_ids):
-        if pool.is_private(block):
-            private.append(index)
-        elif words[index] == full:
-            num_live -= size
-            last_staying = index
-        else:
-            left.append(index)
-    needed = num_kept = cdiv(num_live, size)
-    if num_live % size and num_kept <= len(private) and private[num_kept - 1] < last_staying:
-        num_kept -= 1  # only the last block of the list may be partly filled: a fresh one takes its part
-    kept = private[:num_kept]
-    return _Sorted(kept, sorted([*left, *private[num_kept:]]), needed - len(kept), num_live)
+    others = pool.not_private(table.block_ids)
+    staying = [index for index in others if words[index] == full]
+    left = [index for index in others if words[index] != full]
+    private = sorted(set(range(len(words))).difference(others))
+    num_live = table.num_live_tokens - len(staying) * size
+    needed = cdiv(num_live, size)
+    kept = private
+    if needed < len(private):
+        by_fullness = sorted(private, key=lambda index: -words[index].bit_count())
+        kept, left = sorted(by_fullness[:needed]), sorted([*left, *by_fullness[needed:]])
+    if num_live % size and len(kept) == needed and staying and kept[-1] < staying[-1]:
+        left = sorted([*left, kept.pop()])  # only the last block may be partly filled: a fresh one takes its part
+    return _Sorted(kept, left, needed - len(kept), num_live)
 
 
 def _movers(table: TableView, blocks: _Sorted) -> Iterator[tuple[Position, SlotId]]:

@@ -105,6 +105,10 @@ class PoolView(Protocol):
         """Held once and not hashed for the prefix cache: it may be written, and freeing it frees memory."""
         ...
 
+    def not_private(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Indices into ``block_ids`` of the blocks that are not private, ascending."""
+        ...
+
     def copy_targets(self, count: int) -> list[BlockId] | None:
         """``count`` free blocks that copies may go into (none freed in this pass, INV-5), or None."""
         ...
