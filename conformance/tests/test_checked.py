@@ -280,3 +280,24 @@ def test_the_fingerprint_so_far_follows_the_bytes_and_the_calls(spec):
         digests.append(executor.fingerprint_so_far)
     assert digests[0] == digests[1] != digests[2]
     assert re.fullmatch("[0-9a-f]{16}", digests[0])
+
+
+def test_a_fingerprint_is_compared_when_asked_for(checked, spec, monkeypatch):
+    checked.admit("a")
+    checked.append("a", 2, kv(spec, 2))
+    assert checked.fingerprint("a") == checked.observe().requests["a"].fingerprint
+    with pytest.raises(SpecError, match="'x'"):
+        checked.fingerprint("x")
+    monkeypatch.setattr(checked.inner, "fingerprint", lambda req_id: "0" * 16)
+    with pytest.raises(Mismatch, match="H-2: fingerprint of request 'a'"):
+        checked.fingerprint("a")
+
+
+def test_verify_compares_everything_between_the_full_checks(spec):
+    executor = watch(_WrongBytes(), spec, check_every=1000)
+    executor.admit("a")
+    executor.append("a", 2, kv(spec, 2))
+    executor.verify()
+    executor.doom("a", [1])
+    with pytest.raises(Mismatch, match="INV-1: KV bytes of position 0"):
+        executor.verify()

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from vtoken.cli import Command, main
+from vtoken.trace import TraceEvent, VictimTrace
 from vtoken_conformance.cli import command
 
 
@@ -76,6 +77,7 @@ def test_failures_stand_in_the_json_record_too(tmp_path, capsys):
         (["--executor", "torhc"], "unknown executor 'torhc': did you mean 'torch'?"),
         (["--executor", "no_such_module:Executor"], "No module named 'no_such_module': give MODULE:CLASS"),
         (["--executor", "vtoken.reference:Nothing"], "give MODULE:CLASS"),
+        (["--executor", "vtoken.plugins:EXECUTORS"], "is no class: give MODULE:CLASS"),
         (
             ["--case", "recycle/recycling_folows_the_order"],
             "nearest are recycle/recycling_follows_the_order_of_the_queue",
@@ -125,3 +127,15 @@ def test_nothing_is_written_for_bad_usage(tmp_path, capsys):
     path = tmp_path / "result.json"
     assert run("--executor", "reference", "--case", "nothing_like_it", "--json", str(path)) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_runs_alone_in_all_variants_and_a_torn_line_is_told(tmp_path, capsys):
+    path = tmp_path / "torn.jsonl"
+    trace = VictimTrace({"policy": "by hand"})
+    trace.add(TraceEvent(0, 40, tuple(range(4, 24)), (40,) * 20))
+    trace.save(path)
+    path.write_text(path.read_text() + '{"trace_key": 0, "at_comp')
+    assert run("--executor", "reference", "--trace", str(path)) == 0
+    captured = capsys.readouterr()
+    assert "4 cases, 4 passed, 0 failed" in captured.out
+    assert "torn last line left out" in captured.err

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from vtoken.executor import Attention, Buffer, Executor, KVSpec, Observation, Ticket
 from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView
 from vtoken.types import BlockId, Position, ReqId
+from vtoken_conformance.fingerprint import fingerprint
 from vtoken_conformance.mismatch import Call, Mismatch, compare_equal
 from vtoken_conformance.plan_check import check_planned, check_profit, read_plan
 from vtoken_conformance.state import Refusal
@@ -163,7 +164,18 @@ class CheckedExecutor(Watcher):
         return self._run(call, predict, lambda: self.inner.attend(req_id, q, num_queries), verify)
 
     def fingerprint(self, req_id: ReqId) -> str:
-        return self.inner.fingerprint(req_id)
+        def verify(expected: str, seen: str) -> None:
+            compare_equal("H-2", f"fingerprint of request {req_id!r}", expected, seen)
+
+        call = Call("fingerprint", (req_id,))
+        return self._run(
+            call, lambda: fingerprint(self.model.known(req_id).kv), lambda: self.inner.fingerprint(req_id), verify
+        )
+
+    def verify(self) -> None:
+        """Compares everything now, whatever ``check_every`` says."""
+        with self._numbered():
+            self._compare(Call("verify", tuple(self.model.requests)), is_full=True)
 
     def observe(self) -> Observation:
         return self.inner.observe()

@@ -81,7 +81,12 @@ def _select_jobs(arguments: argparse.Namespace) -> "list[Job]":
     from vtoken_conformance.replay import load_trace_jobs
     from vtoken_conformance.run import select_jobs
 
-    jobs: list[Job] = [job for path in arguments.trace for job in load_trace_jobs(path)]
+    jobs: list[Job] = []
+    for path in arguments.trace:
+        trace_jobs = load_trace_jobs(path)
+        jobs += trace_jobs
+        for warning in trace_jobs[0].trace.warnings:
+            print(f"vtoken conformance: {warning}", file=sys.stderr)
     if arguments.case or not arguments.trace:
         jobs += select_jobs(load_cases(), arguments.case, arguments.seeds)
     return jobs
@@ -101,9 +106,11 @@ def _load_executors(names: list[str] | None) -> dict[str, Callable[[], Any]]:
 def _import_class(path: str) -> Callable[[], Any]:
     module, _, name = path.partition(":")
     try:
-        made: Callable[[], Any] = getattr(importlib.import_module(module), name)
+        made = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise SpecError(f"executor {path!r}: {error}: give MODULE:CLASS as Python would import it") from error
+    if not isinstance(made, type):
+        raise SpecError(f"executor {path!r} is no class: give MODULE:CLASS")
     return made
 
 

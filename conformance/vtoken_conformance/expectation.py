@@ -58,7 +58,7 @@ def _shown(seen: Observation, req_id: ReqId, executor: CheckedExecutor) -> dict[
         "computed": view.num_computed_tokens,
         "cursor": view.cursor,
         "doomed": view.next_doomed(view.num_doomed_tokens + 1),
-        "fingerprint": request.fingerprint,
+        "fingerprint": executor.fingerprint(req_id),
         "layout": _layout(request),
         "live": sorted(request.positions),
         "shared_blocks": sum(holders[block] > 1 for block in request.block_ids),

@@ -54,6 +54,8 @@ _BY_OP: dict[str, dict[str, str]] = {
     "preempt": {"": "Q-4"},
     "finish": {"": "Q-1"},
     "attend": {"": "A-1"},
+    "fingerprint": {"": "H-2"},
+    "verify": {"": "INV-1"},
     "refused": {"": "T-8"},
 }
 

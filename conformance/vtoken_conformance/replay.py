@@ -83,6 +83,7 @@ class TraceRun:
         while sizes := self._next_sizes():
             self.step_number += 1
             self._pass(scheduler, sizes)
+        self.executor.verify()
         self._compare_survivors()
         for req_id in self._events:
             scheduler.finish(req_id)

@@ -135,39 +135,33 @@ def run_job(job: Job, executor_name: str, executor: Executor) -> tuple[Row, Fail
     """One job on one executor."""
     run = job.start(executor)
     status: Status = "passed"
-    failure = None
-    rerun = shlex.join(["vtoken", "conformance", "--executor", executor_name, *job.arguments])
+    trace = ""
+    difference: Mismatch | None = None
     try:
         run.run()
     except Mismatch as error:
-        status = "failed"
-        failure = Failure(
-            job.name,
-            executor_name,
-            error.rule,
-            run.step_number,
-            run.step_text(),
-            error.what,
-            error.expected,
-            error.got,
-            rerun,
-        )
+        status, difference = "failed", error
     except Exception as error:  # the executor's own fault, whatever it is: the other cases must go on
-        status = "error"
-        failure = Failure(
-            job.name,
-            executor_name,
-            "T-8",
-            run.step_number,
-            run.step_text(),
-            "the executor raises a SpecError or nothing",
-            "no such error",
-            f"{type(error).__name__}: {error}",
-            rerun,
-            traceback.format_exc(),
-        )
+        got = f"{type(error).__name__}: {error}"
+        status, difference = "error", Mismatch("T-8", "an executor raises a SpecError or nothing", "no such error", got)
+        trace = traceback.format_exc()
     row = Row(job.name, executor_name, status, run.step_number, run.executor.fingerprint_so_far)
-    return row, failure
+    return row, _failure(job, executor_name, run, difference, trace) if difference else None
+
+
+def _failure(job: Job, executor_name: str, run: Run, difference: Mismatch, trace: str) -> Failure:
+    return Failure(
+        case=job.name,
+        executor=executor_name,
+        rule=difference.rule,
+        step=run.step_number,
+        op=run.step_text(),
+        what=difference.what,
+        expected=difference.expected,
+        got=difference.got,
+        rerun=shlex.join(["vtoken", "conformance", "--executor", executor_name, *job.arguments]),
+        traceback=trace,
+    )
 
 
 def _seed(name: str) -> int:

@@ -61,6 +61,7 @@ class Engine:
         self.seen: Seen = {}
         self.goals: dict[str, tuple[int, int, int]] = {}  # trace key, prompt length, total length
         self.rebuild_to: dict[str, int] = {}
+        self.num_steps = 0
         self.bare_launch, world.launch = world.launch, self.launch
 
     def launch(self, plan: Any) -> Any:
@@ -98,6 +99,8 @@ class Engine:
 
     def step(self) -> bool:
         """One pass. False once everybody is done."""
+        self.num_steps += 1
+        assert self.num_steps < 3000, "nobody gets on"
         writing = self.next_tokens()
         self.scheduler.begin_pass(writing)
         for req_id, num_tokens in writing.items():
@@ -210,6 +213,17 @@ def test_a_victim_is_invisible_in_the_very_step_that_writes_its_position(make_wo
         seen = engine.run()["a"]
         gone = [sorted(set(range(count)) - seen[count]) for count in (8, 9, 10, 11, 12)]
         assert gone == [[], [2], [2, 3], [2, 3, 5], [2, 3, 5]]
+
+
+def test_a_batch_larger_than_the_interval_is_dead_before_the_next_pass(make_world: MakeWorld) -> None:
+    for died, num_live in (((8, 9, 10), 8), ((8, 8, 8), 5)):
+        engine = Engine(make_world(), make_config(), trace_of(TraceEvent(0, 8, (1, 2, 3), died)), chunk=7)
+        engine.submit("a", 7, 2)
+        engine.step()
+        engine.step()
+        table = engine.world.tables["a"]
+        assert (table.num_computed_tokens, table.num_live_tokens) == (8, num_live)
+        engine.run()
 
 
 def test_a_step_that_writes_q_tokens_ends_the_first_q_doomed_tokens(make_world: MakeWorld) -> None:

@@ -267,3 +267,21 @@ def test_a_used_plan_is_stale(table: RequestTable) -> None:
         table.apply_plan(plan)
     with pytest.raises(SpecError, match="not hold"):
         table.apply_plan(replace(plan, layout_version=table.layout_version))
+
+
+def test_a_plan_that_leaves_a_live_token_behind_the_cursor_is_refused(make_world: Callable[..., Any]) -> None:
+    world = make_world()
+    table = world.lay("a", "x.xx xxx. xx")
+    plan = world.plan("fill", "a")
+    assert [move.position for move in plan.moves] == [8, 9]
+    kept_tail = world.lay("b", "x.xx xxxx x.xx")  # the dropped move starts in a block that stays
+    short = replace(world.plan("fill", "b"), moves=())
+    before = kept_tail.cursor, list(kept_tail.live_words)
+    with pytest.raises(SpecError, match=r"INV-4: plan of request 'b' says that it packs 10 live tokens into 3 blocks"):
+        kept_tail.apply_plan(short)
+    assert (kept_tail.cursor, list(kept_tail.live_words)) == before
+    few = replace(plan, moves=(), freed_block_ids=())
+    with pytest.raises(
+        SpecError, match=r"INV-4: plan of request 'a' says that it packs 8 live tokens into 2 blocks, it leaves 3"
+    ):
+        table.apply_plan(few)

@@ -108,6 +108,8 @@ class TableLayout:
         index_of = {block: index for index, block in enumerate(self.block_ids)}
         self._check_blocks(plan, index_of)
         self._check_moves(plan, index_of)
+        if plan.packed:
+            self._check_packed(plan, index_of)
         return index_of
 
     def _check_blocks(self, plan: ReclamationPlan, index_of: dict[BlockId, int]) -> None:
@@ -154,6 +156,27 @@ class TableLayout:
         if stranded:
             raise SpecError(
                 f"INV-1: plan of request {self.req_id!r} frees blocks {stranded} with live tokens left in them"
+            )
+
+    def _check_packed(self, plan: ReclamationPlan, index_of: dict[BlockId, int]) -> None:
+        """As many blocks as the live tokens need, and none behind the last one's share: then all others are full."""
+        freed, size = set(plan.freed_block_ids), self.block_size
+        held = [block for block in self.block_ids if block not in freed]
+        held.extend(plan.new_block_ids)
+        needed, rest = cdiv(self.num_live_tokens, size), self.num_live_tokens % size
+        word = 0
+        if rest and held:
+            first, index = held[-1] * size, index_of.get(held[-1])
+            word = 0 if index is None else self.live_words[index]
+            for _, src_slot, dst_slot in plan.moves:
+                if 0 <= src_slot - first < size:
+                    word &= ~(1 << src_slot - first)
+                if 0 <= dst_slot - first < size:
+                    word |= 1 << dst_slot - first
+        if len(held) != needed or word >> (rest or size):
+            raise SpecError(
+                f"INV-4: plan of request {self.req_id!r} says that it packs {self.num_live_tokens} live tokens into "
+                f"{needed} blocks, it leaves {len(held)} with live tokens behind the last: plan again"
             )
 
     def apply_plan(self, plan: ReclamationPlan) -> None:

@@ -9,31 +9,41 @@ from types import ModuleType
 from vtoken.errors import SpecError
 from vtoken_bench.models import LoadedModel
 
-__all__ = ["BUILT_IN", "read_prompt"]
+__all__ = ["BUILT_IN", "DEFAULT_TOKENS", "encode_prompt", "read_prompt"]
 
 BUILT_IN: ModuleType = heapq
 """Prose and code of some 6,500 tokens; the same on every machine with the same Python."""
 
 DEFAULT_TOKENS = 2000
+"""Of the built-in prompt; a file is taken whole."""
 
 
-def read_prompt(
-    model: LoadedModel, file: Path | None, max_tokens: int | None, num_tokens: int
-) -> tuple[str, Sequence[int]]:
-    """The prompt's name and its tokens: at most ``max_tokens`` of them, all of a file if None.
+def read_prompt(file: Path | None) -> tuple[str, str]:
+    """The prompt's name and text: a file's, or the built-in module's source. SpecError: missing, empty, or no text."""
+    if file is None:
+        return f"{BUILT_IN.__name__}.py", _built_in_source()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(f"no such prompt file: {file}") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"prompt file {file} is no UTF-8 text ({error.reason}): give a text file") from None
+    if not text.strip():
+        raise SpecError(f"prompt file {file} is empty: give one with text")
+    return file.name, text
+
+
+def encode_prompt(model: LoadedModel, name: str, text: str, max_tokens: int | None, num_tokens: int) -> Sequence[int]:
+    """The prompt's first ``max_tokens`` tokens, or all of them if None.
 
     Raises:
-        SpecError: the file is missing, empty or no text; the prompt is too short for ``max_tokens``, or too long for
-            the model together with the ``num_tokens`` that follow.
+        SpecError: the prompt has fewer tokens than that, or too many for the model's positions together with the
+            ``num_tokens`` that follow.
     """
-    name, text = (file.name, _read(file)) if file else (f"{BUILT_IN.__name__}.py", _built_in_source())
     ids: Sequence[int] = model.tokenizer(text, verbose=False)["input_ids"]
-    if not text.strip() or not ids:
-        raise SpecError(f"prompt file {file} is empty: give one with text")
-    wanted = max_tokens if max_tokens or file else DEFAULT_TOKENS
-    if wanted and wanted > len(ids):
-        raise SpecError(f"--prompt-tokens {wanted}: {name} has {len(ids)} tokens: ask for fewer, or give a longer file")
-    ids = ids[:wanted]
+    if max_tokens and max_tokens > len(ids):
+        raise SpecError(f"{name} has {len(ids)} tokens, not {max_tokens}: ask for fewer --prompt-tokens")
+    ids = ids[:max_tokens]
     room = model.max_positions - num_tokens
     if len(ids) > room:
         remedy = f"--prompt-tokens {room} shortens the prompt" if room > 0 else "ask for fewer --tokens"
@@ -41,16 +51,7 @@ def read_prompt(
             f"the prompt has {len(ids)} tokens and {num_tokens} are to follow, but {model.name} has "
             f"{model.max_positions} positions: {remedy}"
         )
-    return name, ids
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise SpecError(f"no such prompt file: {file}") from None
-    except UnicodeDecodeError as error:
-        raise SpecError(f"prompt file {file} is no UTF-8 text ({error.reason}): give a text file") from None
+    return ids
 
 
 def _built_in_source() -> str:

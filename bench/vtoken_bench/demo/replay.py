@@ -1,5 +1,6 @@
 """Replays recorded KV and victims on one executor and compares what it holds with what was recorded."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -47,12 +48,15 @@ class _Difference(Exception):
 
 
 def check_steps(recording: Recording, interval: int) -> list[int]:
-    """Indices of the steps after which fingerprints are compared: chunks, policy intervals, and the last."""
+    """Indices of the steps after which fingerprints are compared.
+
+    Each chunk, the last step, and two in each interval: just before victims are chosen, and while they are dying.
+    """
     last = len(recording.steps) - 1
     return [
         index
         for index, step in enumerate(recording.steps)
-        if step.is_chunk or index == last or (step.end - recording.prompt_len) % interval == 0
+        if step.is_chunk or index == last or (step.end - recording.prompt_len) % interval in (0, interval // 4)
     ]
 
 
@@ -109,7 +113,9 @@ def _compare_bytes(recording: Recording, executor: Executor, positions: list[int
     index = len(recording.steps) - 1
     observation = executor.observe()
     request = observation.requests[REQ_ID]
-    _compare(index, "list of live positions", sorted(request.positions), positions)
+    seen, due = Counter(request.positions), Counter(positions)
+    for position in sorted((seen - due) + (due - seen)):
+        _compare(index, f"number of live tokens at position {position}", seen[position], due[position])
     for position, kv in zip(request.positions, request.kv, strict=True):
         if recording.bytes_of(position, position + 1) != kv:
             raise _Difference(f"step {index}: the KV bytes of position {position} are not the recorded ones")

@@ -1,6 +1,7 @@
 """The demo from its arguments to its exit code."""
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +13,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import SpecError
-from vtoken.executor import Executor
+from vtoken.executor import MAX_BLOCK_SIZE, Executor
 from vtoken.plugins import EXECUTORS, get_plugin, plugin_names
 from vtoken.policies import Signal, get_policy
 from vtoken.report import write_bytes, write_json
 from vtoken_bench.demo.compare import Comparison, compare, num_replayed_steps
 from vtoken_bench.demo.output import staged
 from vtoken_bench.demo.plot import draw
-from vtoken_bench.demo.prompt import read_prompt
+from vtoken_bench.demo.prompt import DEFAULT_TOKENS, encode_prompt, read_prompt
 from vtoken_bench.demo.recording import Recording
 from vtoken_bench.demo.report import Story, make_record, render_html
 from vtoken_bench.demo.show import print_text, print_verdict, results_table
-from vtoken_bench.models import LoadedModel, load_model
+from vtoken_bench.models import LoadedModel, check_model_folder, load_model
 
 __all__ = ["run_demo"]
 
@@ -31,17 +32,22 @@ POLICIES = ("h2o", "streaming_llm", "random")
 DEFAULT_EXECUTORS = ("reference", "torch", "jax")
 _RATIO = 0.5
 _TAIL_TOKENS = 64
+_MAX_THREADS = 8
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Does what ``vtoken demo`` promises; returns 0 if all bytes are the same, else 1. SpecError: bad usage."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: progress is shown here, once
     configs = _configs(arguments)
+    prompt, text = read_prompt(arguments.prompt_file)
+    if arguments.model:
+        check_model_folder(arguments.model)
     names: Sequence[str] = list(dict.fromkeys(arguments.executor or DEFAULT_EXECUTORS))
     with staged(arguments.out) as staging:
         executors, missing = _executors(names, must_load=bool(arguments.executor))
         with _progress() as progress:
             demo = _Demo(arguments, progress)
-            model, prompt, recording = demo.record()
+            model, recording = demo.record(prompt, text)
             comparison = demo.compare(recording, configs, executors)
         story = _story(model, prompt, recording, missing, demo.seconds)
         record = make_record(comparison, recording, configs[0], story)
@@ -58,20 +64,22 @@ class _Demo:
         self.progress = progress
         self.seconds: dict[str, float] = {}
 
-    def record(self) -> tuple[LoadedModel, str, Recording]:
+    def record(self, prompt: str, text: str) -> tuple[LoadedModel, Recording]:
         arguments = self.arguments
         task = self.progress.add_task("starting", total=None)
         with self._clock("model"):
             from vtoken_bench.demo.record_run import record_run  # torch and transformers take seconds to import
 
-            model = load_model(arguments.model, lambda text: self.progress.update(task, description=text))
-            prompt, ids = read_prompt(model, arguments.prompt_file, arguments.prompt_tokens, arguments.tokens)
+            _spare_cpus()
+            model = load_model(arguments.model, lambda stage: self.progress.update(task, description=stage))
+        max_tokens = arguments.prompt_tokens or (None if arguments.prompt_file else DEFAULT_TOKENS)
+        ids = encode_prompt(model, prompt, text, max_tokens, arguments.tokens)
         self.progress.update(task, total=len(ids) + arguments.tokens, description=f"{model.name} reads {prompt}")
         with self._clock("recording"):
             recording = record_run(
                 model.model, ids, arguments.tokens, arguments.chunk, lambda count: self.progress.advance(task, count)
             )
-        return model, prompt, recording
+        return model, recording
 
     def compare(
         self, recording: Recording, configs: Sequence[VTokenConfig], executors: dict[str, Executor]
@@ -79,15 +87,13 @@ class _Demo:
         total = num_replayed_steps(recording, len(configs), len(executors))
         task = self.progress.add_task("replaying", total=total)
         with self._clock("replays"):
-            comparison = compare(
+            return compare(
                 recording,
                 configs,
                 executors,
                 self.arguments.block_size,
                 lambda label: self.progress.update(task, advance=1, description=label),
             )
-        self.progress.update(task, description="all replays")
-        return comparison
 
     @contextmanager
     def _clock(self, name: str) -> Iterator[None]:
@@ -96,9 +102,19 @@ class _Demo:
         self.seconds[name] = perf_counter() - began
 
 
+def _spare_cpus() -> None:
+    """Half of the CPUs for PyTorch: its threads spin while they wait, and crawl where other work takes their CPUs."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)))
+
+
 def _configs(arguments: argparse.Namespace) -> list[VTokenConfig]:
     if arguments.ratio is not None and arguments.kv_budget is not None:
         raise SpecError("--ratio and --kv-budget are both given: give one of them")
+    if arguments.block_size > MAX_BLOCK_SIZE:
+        raise SpecError(f"--block-size {arguments.block_size}: give at most {MAX_BLOCK_SIZE}")
     ratio = arguments.ratio if arguments.kv_budget or arguments.ratio is not None else _RATIO
     configs = []
     for name in dict.fromkeys(arguments.policy or POLICIES):
@@ -156,9 +172,10 @@ def _print(record: dict[str, Any], executors: Sequence[str], out: Path) -> None:
     print_text(console, record)
     console.print(results_table(record, executors))
     print_verdict(console, record)
-    console.print(f"Report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in record["seconds"].items())
+    console.print(f"Report: {out / 'report.html'} ({times})", highlight=False, soft_wrap=True)
 
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    return Progress(*columns, console=Console(stderr=True), transient=True)
