@@ -153,5 +153,3 @@ def test_an_interrupt_is_not_a_difference(run: Callable[..., Replay]) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(Interrupted())
-
-

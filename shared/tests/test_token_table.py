@@ -9,11 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vtoken.block_pool import BlockPool
 from vtoken.errors import PoolExhausted, SpecError
 from vtoken.invariants import check_all, check_conservation, check_launch, check_plan, check_writes
-from vtoken.reclamation import get_planner
+from vtoken.reclamation import ReclamationPlan, get_planner
 from vtoken.reclamation.recycle import recyclable
 from vtoken.request_table import RequestTable
 from vtoken.token_table import TokenTable
-from vtoken.types import cdiv
+from vtoken.types import Move, cdiv
 
 
 def test_requests_are_found_by_id() -> None:
@@ -82,11 +82,16 @@ def test_a_prefix_with_a_dead_token_is_refused_with_the_longest_that_is_left(mak
     assert world.tables.prefix_blocks("a", 4) == [1]
 
 
-def test_a_prefix_with_a_moved_token_is_refused(make_world: Callable[..., Any]) -> None:
+def test_a_prefix_out_of_order_is_refused(make_world: Callable[..., Any]) -> None:
     world = make_world()
-    world.lay("a", "x.xx xxxx xxxx")
-    world.reclaim("fill", "a")
-    with pytest.raises(SpecError, match="position 1 was evicted or moved"):
+    table = world.lay("a", "xxxx x")
+    (block,) = world.pool.allocate(1)
+    moves = tuple(Move(position, 4 + position, 4 * block + 3 - position) for position in range(4))
+    table.apply_plan(
+        ReclamationPlan("a", table.layout_version, table.liveness_version, 5, moves, (1,), (block,), packed=False)
+    )
+    assert table.live_positions() == [3, 2, 1, 0, 4]
+    with pytest.raises(SpecError, match="position 0 was evicted or moved"):
         world.tables.prefix_blocks("a", 4)
 
 

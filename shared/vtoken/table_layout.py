@@ -232,4 +232,4 @@ class TableLayout:
             self.live_words.append(old_words[old - first])
             self._position.extend(old_position[(old - first) * size : (old - first + 1) * size])
             for table_slot in set_bits(old_words[old - first], index * size):
-                self._place[self._position[table_slot]] = table_slot
+                place[position[table_slot]] = table_slot

@@ -81,6 +81,14 @@ def test_few_free_blocks_serve_the_emptiest_sources(make_world: MakeWorld, draw:
     world.check()
 
 
+def test_chosen_sources_keep_the_order_of_the_list(make_world: MakeWorld) -> None:
+    world = make_world(num_blocks=7)
+    world.lay("a", "xx.. .... x... xx.. xx")
+    plan = world.reclaim("evacuate", "a")
+    assert plan.freed_block_ids == (1, 2, 3)
+    assert [move.position for move in plan.moves] == [0, 1, 8]
+
+
 def test_among_equally_empty_sources_the_earlier_goes_first(make_world: MakeWorld) -> None:
     world = make_world(num_blocks=7)
     world.lay("a", "xx.. xx.. xx.. xx.. xx")
@@ -98,7 +106,7 @@ def test_without_a_free_block_only_dead_sources_are_left(make_world: MakeWorld) 
 
 
 @given(
-    st.lists(st.sampled_from("x...d"), min_size=1, max_size=60),
+    st.lists(st.sampled_from("x...d"), min_size=9, max_size=60),
     st.integers(0, 6),
     st.sampled_from([0.0, 0.25, 0.5, 0.75]),
     st.sets(st.integers(0, 14)),

@@ -83,6 +83,13 @@ def test_eager_mode_is_not_due_for_an_empty_request(make_world: MakeWorld) -> No
     assert not make_manager().check(world.tables["a"], world.pool, 0)
 
 
+def test_eager_mode_is_due_where_blocks_are_held_ahead_of_their_tokens(make_world: MakeWorld) -> None:
+    world = make_world()
+    table = world.lay("a", "xxxx")
+    table.sync_new_tokens([*table.block_ids, *world.pool.allocate(1)], 4)
+    assert make_manager().check(table, world.pool, 0)
+
+
 def test_eager_mode_fills(make_world: MakeWorld) -> None:
     world = make_world()
     table = world.lay("a", "x.xx ..xx x")

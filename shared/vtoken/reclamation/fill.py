@@ -51,17 +51,16 @@ class FillPlanner:
 
 
 def _sort_blocks(table: TableView, pool: PoolView) -> _Sorted:
-    size, words = table.block_size, table.live_words
-    full = (1 << size) - 1
+    size = table.block_size
+    counts = [word.bit_count() for word in table.live_words]
     others = pool.not_private(table.block_ids)
-    staying = [index for index in others if words[index] == full]
-    left = [index for index in others if words[index] != full]
-    private = sorted(set(range(len(words))).difference(others))
+    staying = [index for index in others if counts[index] == size]
+    left = [index for index in others if counts[index] != size]
+    kept = sorted(set(range(len(counts))).difference(others)) if others else list(range(len(counts)))
     num_live = table.num_live_tokens - len(staying) * size
     needed = cdiv(num_live, size)
-    kept = private
-    if needed < len(private):
-        by_fullness = sorted(private, key=lambda index: -words[index].bit_count())
+    if needed < len(kept):
+        by_fullness = sorted(kept, key=counts.__getitem__, reverse=True)  # stable: the earlier of equals first
         kept, left = sorted(by_fullness[:needed]), sorted([*left, *by_fullness[needed:]])
     if num_live % size and len(kept) == needed and staying and kept[-1] < staying[-1]:
         left = sorted([*left, kept.pop()])  # only the last block may be partly filled: a fresh one takes its part
@@ -70,27 +69,26 @@ def _sort_blocks(table: TableView, pool: PoolView) -> _Sorted:
 
 def _movers(table: TableView, blocks: _Sorted) -> Iterator[tuple[Position, SlotId]]:
     """Live tokens behind the first ``num_live`` slots of the kept blocks, in physical order."""
-    size, words = table.block_size, table.live_words
-    rest = blocks.num_live % size
-    tail = blocks.kept[-1] if rest and not blocks.num_fresh and blocks.kept else None
-    sources = blocks.left if tail is None else sorted([*blocks.left, tail])
-    for index in sources:
-        word = words[index] >> rest << rest if index == tail else words[index]
-        yield from tokens_in(table, index, word)
+    rest, tail, words = blocks.num_live % table.block_size, _tail(table, blocks), table.live_words
+    for index in blocks.left if tail is None else sorted([*blocks.left, tail]):
+        yield from tokens_in(table, index, words[index] >> rest << rest if index == tail else words[index])
 
 
 def _holes(table: TableView, blocks: _Sorted, fresh: Sequence[BlockId]) -> Iterator[SlotId]:
     """Pool slots to fill: the holes among the first ``num_live`` slots of kept and fresh blocks, in order."""
     size, words, block_ids = table.block_size, table.live_words, table.block_ids
-    full = (1 << size) - 1
-    rest = blocks.num_live % size
-    last_word = (1 << rest) - 1 if rest else full
-    num_target_blocks = len(blocks.kept) + len(fresh)
-    for rank, index in enumerate(blocks.kept):
-        wanted = last_word if rank == num_target_blocks - 1 else full
-        holes = wanted & ~words[index]
+    full, tail = (1 << size) - 1, _tail(table, blocks)
+    for index in blocks.kept:
+        holes = full & ~words[index]
+        if index == tail:
+            holes &= (1 << blocks.num_live % size) - 1
         if holes:
             yield from set_bits(holes, block_ids[index] * size)
-    for rank, block in enumerate(fresh, start=len(blocks.kept)):
-        count = rest or size if rank == num_target_blocks - 1 else size
-        yield from islice(range(block * size, (block + 1) * size), count)
+    fresh_slots = (slot for block in fresh for slot in range(block * size, (block + 1) * size))
+    yield from islice(fresh_slots, max(0, blocks.num_live - len(blocks.kept) * size))
+
+
+def _tail(table: TableView, blocks: _Sorted) -> int | None:
+    """The kept block that is partly filled afterwards, if there is one."""
+    has_tail = blocks.num_live % table.block_size and not blocks.num_fresh
+    return blocks.kept[-1] if has_tail else None
