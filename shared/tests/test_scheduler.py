@@ -62,6 +62,7 @@ class Engine:
         self.goals: dict[str, tuple[int, int, int]] = {}  # trace key, prompt length, total length
         self.rebuild_to: dict[str, int] = {}
         self.num_steps = 0
+        self.preempted: set[str] = set()  # in this pass
         self.bare_launch, world.launch = world.launch, self.launch
 
     def launch(self, plan: Any) -> Any:
@@ -87,6 +88,7 @@ class Engine:
         self.scheduler.preempt(req_id)
         self.scheduler.admit(req_id, *self.goals[req_id])
         self.rebuild_to[req_id] = max(computed, self.rebuild_to[req_id])
+        self.preempted.add(req_id)
 
     def next_tokens(self) -> dict[str, int]:
         writing = {}
@@ -103,20 +105,27 @@ class Engine:
         assert self.num_steps < 3000, "nobody gets on"
         writing = self.next_tokens()
         self.scheduler.begin_pass(writing)
+        self.preempted.clear()
         for req_id, num_tokens in writing.items():
             table = self.world.tables[req_id]
+            if req_id in self.preempted:
+                continue
             is_chunk = table.num_computed_tokens < self.rebuild_to[req_id]
             try:
                 self.scheduler.write(req_id, num_tokens, self.world._write(req_id, num_tokens))
             except PoolExhausted:
                 if not self.world.pool.num_in_flight:
-                    raise
+                    self.make_way()
                 continue  # wait for the fence
             self.check_bound(req_id, num_tokens)
             self.seen[req_id][table.num_computed_tokens] = frozenset(table.live_positions())
             self.scheduler.end_step(req_id, after_chunk=is_chunk)
         self.scheduler.end_pass()
         return bool(writing)
+
+    def make_way(self) -> None:
+        """Nothing is free and nothing in flight."""
+        raise AssertionError("the pool is exhausted")
 
     def check_bound(self, req_id: str, num_scheduled: int) -> None:
         """Eager mode after the write: packed, in shared + ceil((private live + scheduled) / block size) + 1 blocks."""
@@ -361,7 +370,7 @@ def test_an_append_asks_for_a_block_only_where_neither_hole_nor_room_is_left(mak
     engine.step()
     assert world.pool.num_free == 0
     engine.step()  # full blocks, one victim: recycled, no block needed
-    with pytest.raises(PoolExhausted):
+    with pytest.raises(AssertionError, match="the pool is exhausted"):
         engine.step()  # full blocks, no victim
 
 
@@ -714,3 +723,52 @@ def test_whatever_a_policy_chooses_all_variants_agree_and_every_invariant_holds(
                 engine.preempt(f"r{stops[steps]}")
         outcomes.append(engine.seen)
     assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+class Crowded(Engine):
+    """Requests leave at their end. Without room, relief is asked for, then the youngest holder is preempted."""
+
+    def make_way(self) -> None:
+        self.world.check()
+        if not self.scheduler.relieve(queue_blocked=True):
+            holders = [req_id for req_id in self.goals if self.world.tables[req_id].block_ids]
+            assert len(holders) > 1, "one request alone does not fit"
+            self.preempt(holders[-1])
+
+    def run_all(self) -> None:
+        while self.step():
+            self.scheduler.relieve()
+            self.world.check()
+            for req_id, (_, _, total) in list(self.goals.items()):
+                if self.world.tables[req_id].num_computed_tokens == total:
+                    self.scheduler.finish(req_id)
+                    del self.goals[req_id]
+
+
+@settings(max_examples=60)
+@given(
+    options=st.sampled_from(list(VARIANTS.values())),
+    when=st.sampled_from(["always", "pressure"]),
+    regime=st.sampled_from(["ordered", "fenced"]),
+    prompts=st.lists(st.tuples(st.integers(10, 30), st.integers(0, 20)), min_size=3, max_size=5),
+    num_blocks=st.integers(14, 18),
+    chunk=st.integers(1, 8),
+    high=st.sampled_from([0.1, 0.5]),
+)
+def test_in_a_pool_too_small_for_all_everybody_ends_and_every_block_comes_back(
+    make_world: MakeWorld,
+    options: dict[str, Any],
+    when: str,
+    regime: str,
+    prompts: list[tuple[int, int]],
+    num_blocks: int,
+    chunk: int,
+    high: float,
+) -> None:
+    config = make_config(when=when, kv_budget=8, pressure_low=0.1, pressure_high=high, **options)
+    engine = Crowded(make_world(num_blocks=num_blocks, regime=regime), config, RandomPolicy(), chunk=chunk)
+    for index, (prompt_len, num_output) in enumerate(prompts):
+        engine.submit(f"r{index}", prompt_len, num_output)
+    engine.run_all()
+    assert not engine.goals
+    assert (engine.world.pool.num_free, engine.world.pool.num_in_flight) == (num_blocks - 1, 0)

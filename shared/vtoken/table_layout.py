@@ -221,15 +221,15 @@ class TableLayout:
             self._position[first * size :],
         )
         del self.block_ids[first:], self.live_words[first:], self._position[first * size :]
-        fresh = iter(plan.new_block_ids)
+        fresh, place, position_of = iter(plan.new_block_ids), self._place, self._position
         for index, old in enumerate(order[first:], start=first):
             if old is None:
                 self.block_ids.append(next(fresh))
                 self.live_words.append(0)
-                self._position.frombytes(bytes(self._position.itemsize * size))
+                position_of.frombytes(bytes(position_of.itemsize * size))
                 continue
             self.block_ids.append(old_ids[old - first])
             self.live_words.append(old_words[old - first])
-            self._position.extend(old_position[(old - first) * size : (old - first + 1) * size])
+            position_of.extend(old_position[(old - first) * size : (old - first + 1) * size])
             for table_slot in set_bits(old_words[old - first], index * size):
-                place[position[table_slot]] = table_slot
+                place[position_of[table_slot]] = table_slot

@@ -35,7 +35,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--model", type=Path, metavar="FOLDER", help="a Llama-family Hugging Face folder (SmolLM2-135M)")
     run.add_argument("--prompt-file", type=Path, metavar="FILE", help="text to read (source of Python's heapq)")
     run.add_argument("--prompt-tokens", type=_positive, metavar="N", help="cut the prompt (2000, or the whole file)")
-    run.add_argument("--tokens", type=_positive, default=320, metavar="N", help="tokens to generate (%(default)s)")
+    run.add_argument("--tokens", type=_positive, default=256, metavar="N", help="tokens to generate (%(default)s)")
     run.add_argument("--chunk", type=_positive, default=256, metavar="N", help="prompt tokens a step (%(default)s)")
     victims = parser.add_argument_group("victims and pool")
     names = "h2o, streaming_llm, random"

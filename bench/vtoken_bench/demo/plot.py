@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from vtoken.types import cdiv
 from vtoken_bench.demo.compare import NATIVE, Comparison, Row
 from vtoken_bench.demo.recording import Recording
 
@@ -17,30 +18,22 @@ _STYLES: Mapping[str, dict[str, Any]] = {  # after Okabe and Ito: told apart by 
     "eager": {"color": "#009e73", "linewidth": 2.4, "label": "vToken eager"},
 }
 _TITLES = {"h2o": "H2O", "streaming_llm": "StreamingLLM", "random": "Random", "tova": "TOVA", "snapkv": "SnapKV"}
+_MAX_COLUMNS = 3
 _TEXT = "#123456"  # stands for currentColor in the SVG: matplotlib knows no such colour
 
 
 def draw(comparison: Comparison, recording: Recording, image_format: Literal["png", "svg"]) -> bytes:
     """Draws the comparison. A PNG has a white ground; an SVG none, and ``_TEXT`` for its text."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure  # takes a second to import
+    import matplotlib as mpl  # takes a second to import
 
-    text = _TEXT if image_format == "svg" else "#222222"
+    is_svg = image_format == "svg"
+    text = _TEXT if is_svg else "#222222"
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), text)
     with mpl.rc_context({**colours, "svg.hashsalt": "vtoken", "font.size": 10}):
-        policies = list(comparison.traces)
-        figure = Figure(figsize=(max(3.6 * len(policies), 5.4), 4.1), layout="constrained")
-        panels = figure.subplots(1, len(policies), sharey=True, squeeze=False)[0]
-        for axes, policy in zip(panels, policies, strict=True):
-            rows = [row for row in comparison.rows if row.policy in (policy, "")]
-            _panel(axes, rows, recording, text, _TITLES.get(policy, policy))
-        panels[0].set_ylabel(f"held blocks of {comparison.native.block_size} tokens")
-        figure.supxlabel("decode step", size="medium")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=5 if len(policies) > 2 else 2, frameon=False)
         picture = io.BytesIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type")) if image_format == "svg" else None
-        figure.savefig(picture, format=image_format, dpi=160, metadata=nothing, transparent=image_format == "svg")
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if is_svg else None
+        figure = _figure(comparison, recording, text)
+        figure.savefig(picture, format=image_format, dpi=160, metadata=metadata, transparent=is_svg)
     return picture.getvalue()
 
 
@@ -50,6 +43,28 @@ def inline_svg(svg: bytes) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text[: (end := text.index(">"))]) + text[end:]
     return text.replace("xlink:href", "href").replace(_TEXT, "currentColor")
+
+
+def _figure(comparison: Comparison, recording: Recording, text: str) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    policies = list(comparison.traces)
+    columns, rows = min(len(policies), _MAX_COLUMNS), cdiv(len(policies), _MAX_COLUMNS)
+    size = (max(3.6 * columns, 5.4), 0.7 + 3.4 * rows)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(wspace=0.05))
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    for axes, policy in zip(panels, policies, strict=False):
+        shown = [row for row in comparison.rows if row.policy in (policy, "")]
+        _panel(axes, shown, recording, text, _TITLES.get(policy, policy))
+    for axes in panels[len(policies) :]:
+        axes.set_visible(False)
+    figure.supxlabel("decode step", size="medium")
+    figure.supylabel(f"held blocks of {comparison.native.block_size} tokens", size="medium")
+    legend_columns = {1: 2, 2: 3}.get(columns, 5)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=legend_columns, frameon=False)
+    return figure
 
 
 def _panel(axes: Any, rows: Sequence[Row], recording: Recording, text: str, title: str) -> None:
