@@ -179,8 +179,11 @@ class KVScheduler:
         return gave
 
     def _blocks_to_give(self, req_id: ReqId) -> int:
+        """Private blocks beyond the budget, what the shared ones keep being counted as theirs."""
         table = self.executor.table_view(req_id)
-        return len(table.block_ids) - cdiv(self.config.budget_tokens(table.num_computed_tokens), table.block_size)
+        num_shared = len(self.executor.pool_view().not_private(table.block_ids))
+        budget = self.config.budget_tokens(table.num_computed_tokens) - num_shared * table.block_size
+        return len(table.block_ids) - num_shared - cdiv(max(0, budget), table.block_size)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

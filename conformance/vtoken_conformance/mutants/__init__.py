@@ -35,7 +35,7 @@ CAUGHT_BY = {
     "SortedQueue": "token_table/doomed_tokens_queue_in_the_given_order",
     "StaleCursor": "plans/fill_may_move_the_cursor_alone",
     "StaleMask": "token_table/a_kill_frees_no_block",
-    "StalePlan": "plans/a_plan_made_before_an_append_is_refused",
+    "StalePlan": "plans/a_plan_made_before_a_block_joined_is_refused",
     "SwappedKV": "attention/a_query_sees_the_tokens_up_to_its_position",
     "TakesWhatFits": "requests/an_append_that_does_not_fit_changes_nothing",
     "Unscaled": "attention/all_query_heads_read_the_one_kv_head",
