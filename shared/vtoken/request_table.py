@@ -175,8 +175,8 @@ class RequestTable(TableLayout):
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _checked(self, positions: Iterable[Position]) -> Sequence[Position]:
-        positions = positions if isinstance(positions, Sequence) else list(positions)
-        if positions:
+        positions = positions if isinstance(positions, list | tuple) else list(positions)
+        if positions and (min(positions) < 0 or max(positions) >= len(self._place)):
             self.table_slot_of(min(positions))
             self.table_slot_of(max(positions))
         return positions
@@ -198,9 +198,14 @@ class RequestTable(TableLayout):
     def _write_new(self, num_new: int) -> None:
         first, start, size = len(self._state), self.cursor, self.block_size
         end = start + num_new
-        self._position[start:end] = array("i", range(first, first + num_new))
-        self._place.extend(range(start, end))
-        self._state.extend(bytes(num_new))
+        if num_new == 1:  # a decode step
+            self._position[start] = first
+            self._place.append(start)
+            self._state.append(_LIVE)
+        else:
+            self._position[start:end] = array("i", range(first, first + num_new))
+            self._place.extend(range(start, end))
+            self._state.extend(bytes(num_new))
         while start < end:
             index, offset = divmod(start, size)
             count = min(size - offset, end - start)
