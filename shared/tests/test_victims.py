@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from vtoken.config import VTokenConfig
+from vtoken.errors import SpecError
 from vtoken.policies import Policy, RequestView
 from vtoken.request_table import RequestTable
 from vtoken.trace import TraceEvent, VictimTrace
@@ -252,3 +253,32 @@ def test_a_trace_is_replayed_from_its_start_after_preemption_or_the_end(
     first = source.choose(table, IN_DECODE)
     forget(source, 0)
     assert source.choose(table, IN_DECODE) == first == trace.events[0][0]
+
+
+# -- a policy of the user's own may be wrong -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([2, 2], "chose position 2 twice: name each victim once"),
+        ([99], "chose position 99: choose among view.live_positions"),
+        ([-1], "chose position -1: choose among view.live_positions"),
+        ([3], "chose position 3: choose among view.live_positions"),  # dead already
+        ([2.0], "chose 2.0: return positions as plain integers"),
+        ([True], "chose True: return positions as plain integers"),
+        (None, "returned NoneType: return a list of positions"),
+        ([0, 1, 2, 4, 5, 6, 7], "chose every live token: keep at least one"),
+    ],
+)
+def test_a_wrong_choice_names_the_policy_and_the_position(table: RequestTable, answer: Any, message: str) -> None:
+    class Wrong(Policy):
+        name = "wrong"
+
+        def select_victims(self, view: RequestView) -> Sequence[Position]:
+            return answer
+
+    table.evict_token(3)
+    source = PolicyVictims(VTokenConfig(policy="wrong", kv_budget=4, interval=4, when="always"), Wrong())
+    with pytest.raises(SpecError, match=f"policy 'wrong' at 8 computed tokens {message}"):
+        source.choose(table, IN_DECODE)

@@ -1,6 +1,6 @@
 """An executor in two halves: host bookkeeping (this file, the spec's own table and pool) over a store of arrays.
 
-``KVStore`` is all that a framework must write: a dozen small array operations. ``PagedExecutor`` turns the executor
+``KVStore`` is all that a framework must write: nine small array operations. ``PagedExecutor`` turns the executor
 protocol into them. The store's arrays are the only thing that ``observe`` reads, so that a store which writes to the
 wrong slot, or keeps a stale mask, is seen.
 """

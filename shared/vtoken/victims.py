@@ -1,10 +1,13 @@
 """Where victims come from: a policy that chooses, or a trace that is replayed (SPEC K-1, K-4)."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 from vtoken.config import VTokenConfig
+from vtoken.errors import SpecError
 from vtoken.kill_schedule import death_counts
 from vtoken.policies.base import Policy, RequestView
 from vtoken.reclamation.plan import TableView
@@ -107,7 +110,7 @@ class PolicyVictims:
         if not victims and not doomed:
             return None
         at_once = occasion.after_chunk or occasion.under_pressure
-        chosen = (*doomed, *sorted(victims))
+        chosen = (*doomed, *victims)
         event = TraceEvent(key, computed, chosen, tuple(death_counts(chosen, computed, self.config.interval, at_once)))
         self._past.add(event)
         if self._on_event:
@@ -137,6 +140,25 @@ class PolicyVictims:
         computed, positions = table.num_computed_tokens, table.candidates()
         self._last_count[occasion.trace_key] = computed
         mass, rows = self._scores(occasion.trace_key, positions) if self._scores else ((), ())
-        return self.policy.select_victims(
-            RequestView(computed, occasion.prompt_len, positions, self.config, mass, rows)
-        )
+        view = RequestView(computed, occasion.prompt_len, positions, self.config, mass, rows)
+        return _checked_victims(self.policy, view, self.policy.select_victims(view))
+
+
+def _checked_victims(policy: Policy, view: RequestView, victims: Sequence[Position]) -> list[Position]:
+    """What a policy chose, ascending, or a SpecError that names the policy and the position: it may be a user's own."""
+    candidates, where = view.live_positions, f"policy {policy.name!r} at {view.num_computed_tokens} computed tokens"
+    try:
+        chosen = sorted(victims)
+    except TypeError:
+        raise SpecError(f"{where} returned {type(victims).__name__}: return a list of positions") from None
+    for victim, following in pairwise([*chosen, None]):
+        if not isinstance(victim, int) or isinstance(victim, bool):
+            raise SpecError(f"{where} chose {victim!r}: return positions as plain integers")
+        index = bisect_left(candidates, victim)
+        if index == len(candidates) or candidates[index] != victim:
+            raise SpecError(f"{where} chose position {victim}: choose among view.live_positions")
+        if victim == following:
+            raise SpecError(f"{where} chose position {victim} twice: name each victim once")
+    if chosen and len(chosen) == len(candidates):
+        raise SpecError(f"{where} chose every live token: keep at least one, better view.budget of them")
+    return chosen

@@ -93,3 +93,13 @@ def test_what_is_no_policy_is_refused_with_what_it_lacks(install: Callable[[str,
     install("class Half:\n    name = 'half'\n", "half = own_policy:Half")
     with pytest.raises(SpecError, match=r"policy 'half' .* lacks signals, select_victims"):
         get_policy("half")
+
+
+def test_a_policy_class_that_needs_arguments_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Needy:
+        def __init__(self, budget: int) -> None:
+            self.budget = budget
+
+    monkeypatch.setattr("vtoken.plugins.get_plugin", lambda group, name: Needy)
+    with pytest.raises(SpecError, match=r"policy 'needy' .* cannot be made: .*budget.*: register an object instead"):
+        get_policy("needy")

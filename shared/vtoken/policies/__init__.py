@@ -35,7 +35,10 @@ def get_policy(name: str) -> Policy:
         SpecError: unknown name (the closest is named), failed import, or not a policy.
     """
     found = plugins.get_plugin(plugins.POLICIES, name)
-    policy: Policy = found() if isinstance(found, type) else found
+    try:
+        policy: Policy = found() if isinstance(found, type) else found
+    except TypeError as error:
+        raise SpecError(f"policy {name!r} ({found!r}) cannot be made: {error}; register an object instead") from error
     missing = [part for part in ("name", "signals", "select_victims") if not hasattr(policy, part)]
     if missing:
         raise SpecError(f"policy {name!r} ({found!r}) lacks {', '.join(missing)}: see vtoken.policies.Policy")

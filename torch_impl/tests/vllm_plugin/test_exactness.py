@@ -1,0 +1,70 @@
+"""Greedy tokens and logprobs on the real engine against transformers with an explicit mask."""
+
+import pytest
+
+POLICIES = {
+    "none": {"vtoken_off": True},
+    "random": {"vtoken_policy": "random", "vtoken_budget": 50, "vtoken_recent": 8},
+    "streaming_llm": {"vtoken_policy": "streaming_llm", "vtoken_budget": 64},
+    "sliding_window": {"vtoken_policy": "sliding_window", "vtoken_budget": 70},
+}
+ALWAYS = {"policy": "streaming_llm", "kv_budget": 64, "interval": 12, "when": "always"}
+
+
+def test_every_policy_alone_and_together_with_the_others(world, reference, tokens):
+    with world(ALWAYS) as engine:
+        for settings in POLICIES.values():
+            engine.submit(tokens(110), 40, **settings)
+            engine.run()
+        for length, settings in zip((90, 7, 200, 33, 64, 130, 95, 50), [*POLICIES.values()] * 2, strict=True):
+            engine.submit(tokens(length), 45, **settings)
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+        assert engine.counts["peak running"] == 8
+        assert engine.counts["recycled"] > 150
+        assert engine.counts["moves"] > 100
+
+
+def test_without_evictions_the_output_is_plain_vllms(world, tokens):
+    prompts = [tokens(count) for count in (100, 40, 200)]
+    with world(None) as engine:
+        plain = engine.generate(prompts, 40)
+    for settings in ({**ALWAYS, "kv_budget": 400}, {**ALWAYS, "variant": "native"}):
+        with world(settings) as engine:
+            assert engine.generate(prompts, 40) == plain
+            assert engine.scheduler.vtoken.counters.num_evicted_tokens == 0
+            engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("chunk", [48, 100])
+def test_chunked_prefill_evicts_between_the_chunks(world, reference, tokens, chunk):
+    with world(ALWAYS, max_num_batched_tokens=chunk) as engine:
+        for length, policy in ((300, "streaming_llm"), (170, "random"), (260, "sliding_window")):
+            engine.submit(tokens(length), 30, vtoken_policy=policy)
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+        deaths = engine.outcomes[0].epochs[0].deaths
+        assert {count for count, _ in deaths if count < 300}, "nothing died before the prompt's end"
+
+
+def test_preempted_requests_resume_and_repeat_their_evictions(world, reference, tokens):
+    settings = {"policy": "streaming_llm", "kv_budget": 150, "interval": 8, "when": "always"}
+    with world(settings, num_blocks=17) as engine:
+        for _ in range(5):
+            engine.submit(tokens(60), 170)
+        engine.run()
+        assert engine.counts["preemptions"] > 0
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+
+
+def test_abort_in_flight_gives_everything_back(world, reference, tokens):
+    with world(ALWAYS) as engine:
+        for length in (150, 60, 90, 210):
+            engine.submit(tokens(length), 60)
+        engine.run(abort_at={5: 1, 20: 0, 21: 3})
+        assert engine.counts["aborts"] == 3
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()

@@ -1,0 +1,124 @@
+"""Native stays native; and once enabled, bad request settings are refused where the request is made."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+_INERT = """
+import sys
+from importlib.metadata import entry_points
+(point,) = entry_points(group="vllm.general_plugins", name="vtoken")
+register = point.load()
+register(); register()
+assert "torch" not in sys.modules and "vllm" not in sys.modules, "register imported an engine"
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST
+from vllm.plugins import load_general_plugins
+owners = (SamplingParams, Scheduler, FullAttentionManager)
+before = [dict(vars(owner)) for owner in owners]
+load_general_plugins(); register()
+assert [dict(vars(owner)) for owner in owners] == before, "a class was patched"
+assert not any(name.startswith("vtoken_torch.vllm_plugin.") for name in sys.modules)
+assert not any(spec.__module__.startswith("vtoken") for spec in _REGISTRY_KVCACHESPEC_LIST)
+SamplingParams(extra_args={"vtoken_budget": "nonsense"})
+"""
+
+# The engine runs in a process of its own: specs and records are pickled, settings are checked in the front end.
+_ENABLED = """
+import json, sys
+import pytest
+from vtoken_torch.vllm_plugin import register
+
+
+def main(model, prompts, settings):
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    register(); register()
+    llm = LLM(model, **settings)
+    with pytest.raises(ValueError, match="vtoken_budget='nonsense': give a number of tokens"):
+        SamplingParams(extra_args={"vtoken_budget": "nonsense"})
+    assert SamplingParams._verify_extra_args.__wrapped__.__module__ == "vllm.sampling_params", "wrapped twice"
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, extra_args={"vtoken_seed": 5})
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
+    print("tokens", json.dumps([output.outputs[0].token_ids for output in outputs]))
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))
+"""
+SETTINGS = {"policy": "random", "kv_budget": 60, "interval": 8, "when": "always"}
+
+
+def _run(program, *arguments):
+    command = [sys.executable, program, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def test_not_enabled_the_plugin_changes_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("VTOKEN_VLLM", "0")
+    program = tmp_path / "inert.py"
+    program.write_text(_INERT)
+    _run(program)
+
+
+def test_an_engine_in_a_process_of_its_own_says_the_same(world, tokens, tiny_llama, monkeypatch, tmp_path):
+    from vllm_world import engine_settings
+
+    prompts = [tokens(count) for count in (100, 40, 200)]
+    with world(SETTINGS, enable_prefix_caching=True) as engine:
+        said = engine.generate(prompts, 30, vtoken_seed=5)
+        assert engine.counts["recycled"]
+    monkeypatch.setenv("VTOKEN_VLLM", "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    program = tmp_path / "enabled.py"
+    program.write_text(_ENABLED)
+    settings = engine_settings(SETTINGS, enable_prefix_caching=True)
+    stdout = _run(program, json.dumps([tiny_llama, prompts, settings]))
+    (line,) = (line for line in stdout.splitlines() if line.startswith("tokens "))
+    assert json.loads(line.removeprefix("tokens ")) == said
+
+
+def test_a_bad_request_is_a_value_error_and_the_engine_lives_on(world, reference, tokens):
+    with world({"policy": "streaming_llm", "kv_budget": 64, "when": "always"}) as engine:
+        with pytest.raises(ValueError, match=r"vtoken_budget=-3: give a number of tokens of at least 1"):
+            engine.submit(tokens(40), 10, vtoken_budget=-3)
+        with pytest.raises(ValueError, match="did you mean 'vtoken_budget'"):
+            engine.submit(tokens(40), 10, vtoken_budged=3)
+        engine.outcomes.clear()
+        engine.submit(tokens(90), 20)
+        engine.run()
+        engine.assert_exact(reference)
+
+
+def test_settings_that_slip_through_turn_eviction_off_for_their_request_alone(world, reference, tokens, monkeypatch):
+    from vllm import SamplingParams
+
+    with world({"policy": "streaming_llm", "kv_budget": 40, "when": "always", "interval": 8}) as engine:
+        monkeypatch.setattr(SamplingParams, "_verify_extra_args", lambda self: None)
+        engine.submit(tokens(90), 20, vtoken_budget="nonsense")
+        engine.submit(tokens(90), 20)
+        engine.run()
+        engine.assert_exact(reference)
+        assert not engine.outcomes[0].epochs[0].deaths
+        assert engine.outcomes[1].epochs[0].deaths
+
+
+def test_a_policy_that_raises_costs_its_request_the_eviction_and_nothing_else(world, reference, tokens, monkeypatch):
+    from vtoken.policies.random import RandomPolicy
+
+    with world({"policy": "streaming_llm", "kv_budget": 40, "when": "always", "interval": 8}) as engine:
+        monkeypatch.setattr(RandomPolicy, "select_victims", lambda self, view: 1 / 0)
+        engine.submit(tokens(90), 20, vtoken_policy="random")
+        engine.submit(tokens(90), 20)
+        engine.run()
+        engine.assert_exact(reference)
+        assert not engine.outcomes[0].epochs[0].deaths
+        assert engine.outcomes[1].epochs[0].deaths
+        engine.assert_nothing_left()

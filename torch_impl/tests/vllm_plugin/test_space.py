@@ -1,0 +1,92 @@
+"""What eviction buys: more requests at once, blocks back in the same pass; nothing dropped while memory is ample."""
+
+import pytest
+
+ALWAYS = {"policy": "streaming_llm", "kv_budget": 63, "interval": 16, "when": "always"}
+
+
+def _run(engine, tokens, num_requests=6, length=256, max_tokens=96):
+    for _ in range(num_requests):
+        engine.submit(tokens(length), max_tokens)
+    engine.run()
+    return engine
+
+
+def test_freed_blocks_serve_waiting_requests(world, reference, tokens):
+    peaks = {}
+    for variant in ("native", "vtoken"):
+        with world({**ALWAYS, "variant": variant}, num_blocks=20, max_num_batched_tokens=128) as engine:
+            _run(engine, tokens)
+            engine.assert_exact(reference)
+            engine.assert_nothing_left()
+            peaks[variant] = engine.counts["peak running"], engine.counts["preemptions"], engine.counts["steps"]
+    assert peaks["vtoken"][0] >= 2 * peaks["native"][0], peaks
+    assert peaks["vtoken"][1] == 0, peaks
+    assert peaks["vtoken"][2] < peaks["native"][2], peaks
+
+
+def test_under_pressure_alone_nothing_is_dropped_while_memory_is_ample(world, reference, tokens):
+    settings = {**ALWAYS, "when": "pressure"}
+    with world(settings) as engine:
+        _run(engine, tokens, num_requests=3, length=100, max_tokens=40)
+        assert engine.scheduler.vtoken.counters.num_evicted_tokens == 0
+    with world(settings, num_blocks=20) as engine:
+        _run(engine, tokens)
+        assert engine.scheduler.vtoken.counters.num_evicted_tokens > 0
+        assert engine.counts["preemptions"] == 0
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+
+
+def test_a_request_may_opt_out_or_name_its_own_budget(world, reference, tokens):
+    with world(ALWAYS) as engine:
+        settings = [
+            {"vtoken_off": 1},
+            {"vtoken_budget": 100, "vtoken_protect": [0, 20, 40, 60]},
+            {"vtoken": {"kv_budget": 120, "protected": "prompt"}},
+            {"vtoken_ratio": 0.5},
+        ]
+        for each in settings:
+            engine.submit(tokens(90), 50, **each)
+        engine.run()
+        engine.assert_exact(reference)
+        deaths = [{position for _, position in engine.outcomes[key].epochs[0].deaths} for key in range(4)]
+        assert not deaths[0]
+        assert deaths[1]
+        assert not deaths[1] & {*range(20), *range(40, 60)}
+        assert deaths[2]
+        assert min(deaths[2]) >= 90
+        assert len(deaths[3]) == pytest.approx(0.5 * 139, abs=17)
+
+
+@pytest.mark.parametrize("budget", [48, 200])
+def test_an_exhausted_token_budget_rolls_recycles_back(world, reference, tokens, budget):
+    settings = {**ALWAYS, "kv_budget": 40, "interval": 8}
+    with world(settings, max_num_batched_tokens=budget, max_num_seqs=8) as engine:
+        side, scheduler = engine.scheduler.vtoken, engine.scheduler
+        for _ in range(6):
+            engine.submit(tokens(60), 40)
+        full, steps = scheduler.max_num_scheduled_tokens, iter(range(10**6))
+        schedule = scheduler.schedule
+
+        def starved(*args, **kwargs):
+            scheduler.max_num_scheduled_tokens = 2 if next(steps) % 3 == 2 else full
+            return schedule(*args, **kwargs)
+
+        scheduler.schedule = starved
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+        assert engine.counts["rollbacks"] > 0
+        assert side.counters.num_recycled_tokens == engine.counts["recycled"]
+
+
+def test_preemption_in_the_pass_of_a_plan_drops_its_moves(world, reference, tokens):
+    settings = {"policy": "random", "kv_budget": 120, "interval": 4, "when": "always"}
+    with world(settings, num_blocks=17) as engine:
+        for length in (100, 64, 80, 90, 70):
+            engine.submit(tokens(length), 140)
+        engine.run(abort_at={30: 0, 90: 2})
+        assert engine.counts["preemptions"] > 0
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()

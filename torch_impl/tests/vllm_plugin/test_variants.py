@@ -1,0 +1,64 @@
+"""native, naive and vtoken on one victim trace."""
+
+import pytest
+
+from vtoken.trace import VictimTrace
+
+SETTINGS = {"policy": "random", "kv_budget": 60, "interval": 8, "when": "always"}
+
+
+def _events(path):
+    trace = VictimTrace.load(path)
+    return {key: trace.events[key] for key in sorted(trace.events)}
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix caching"])
+def test_naive_and_vtoken_choose_the_same_victims_and_say_the_same(world, reference, tokens, tmp_path, caching):
+    prompts = [tokens(count) for count in (150, 70, 220)]
+    said, held = {}, {}
+    for variant in ("naive", "vtoken"):
+        settings = {**SETTINGS, "variant": variant, "record_trace": str(tmp_path / variant)}
+        with world(settings, enable_prefix_caching=caching) as engine:
+            said[variant] = engine.generate(prompts, 60)
+            held[variant] = engine.scheduler.vtoken.counters.num_freed_blocks
+            engine.assert_exact(reference)
+            engine.assert_nothing_left()
+    assert said["naive"] == said["vtoken"]
+    assert _events(tmp_path / "naive") == _events(tmp_path / "vtoken")
+    assert held["naive"] < held["vtoken"]
+
+
+def test_a_recorded_trace_is_replayed_whatever_the_policy(world, reference, tokens, tmp_path):
+    prompts = [tokens(count) for count in (150, 70, 220)]
+    with world({**SETTINGS, "record_trace": str(tmp_path / "trace")}) as engine:
+        said = engine.generate(prompts, 60)
+        deaths = [engine.outcomes[key].epochs[0].deaths for key in range(3)]
+    replay = {"policy": "none", "replay_trace": str(tmp_path / "trace"), "when": "always"}
+    with world(replay, max_num_batched_tokens=512) as engine:
+        assert engine.generate(prompts, 60) == said
+        assert [sorted(engine.outcomes[key].epochs[0].deaths) for key in range(3)] == [sorted(each) for each in deaths]
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+
+
+def test_naive_holds_what_a_layout_without_moves_would_hold(world, tokens):
+    with world({**SETTINGS, "variant": "naive"}) as engine:
+        scheduler = engine.scheduler
+        ledger, manager = scheduler.vtoken.ledger, scheduler.vtoken.ledger.manager
+        seen = []
+        schedule = scheduler.schedule
+
+        def watched(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            for req_id, table in ledger.unmoved.items():
+                blocks_alive = {position // 32 for position in table.live_positions()}
+                blocks_alive.add((table.num_computed_tokens - 1) // 32)
+                held = len(manager.req_to_blocks[req_id]) + len(manager.parked.get(req_id, ()))
+                assert held == len(blocks_alive)
+                seen.append(held > len(manager.req_to_blocks[req_id]))
+            return output
+
+        scheduler.schedule = watched
+        engine.generate([tokens(150), tokens(260)], 60)
+        assert any(seen), "no block was ever parked"
+        engine.assert_nothing_left()

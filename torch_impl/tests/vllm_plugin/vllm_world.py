@@ -1,0 +1,254 @@
+"""One real engine on a tiny random Llama, watched: every death and every scheduling pass is noted and checked."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from vllm_reference import Epoch, Reference
+
+from vtoken.invariants import check_counts, check_unique_mapping
+from vtoken.types import cdiv
+
+for _key, _value in {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would tie the other tests of this process to one core too
+}.items():
+    os.environ.setdefault(_key, _value)
+
+BLOCK = 32
+
+
+@dataclass
+class Outcome:
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
+    num_cached: int = 0
+    aborted: bool = False
+
+
+def engine_settings(vtoken: dict[str, Any] | None, num_blocks: int = 65, **settings: Any) -> dict[str, Any]:
+    """Arguments of ``LLM`` for a small engine. ``vtoken``: the plugin's settings; None is plain vLLM."""
+    if vtoken is not None:
+        from vtoken_torch.vllm_plugin.compat import SCHEDULER, WORKER
+
+        settings |= {"scheduler_cls": SCHEDULER, "worker_cls": WORKER, "additional_config": {"vtoken": vtoken}}
+    base = {
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK,
+        "kv_cache_memory_bytes": 1 << 22,
+        "num_gpu_blocks_override": num_blocks,
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+    }
+    return {**base, **settings}
+
+
+class World:
+    """``vtoken``: the plugin's settings; None builds plain vLLM."""
+
+    def __init__(self, model_dir: str, vtoken: dict[str, Any] | None, **settings: Any) -> None:
+        from vllm import LLM
+
+        with patch("gc.collect"):  # vLLM collects nine times for each engine: most of the time of a test
+            self.engine: Any = LLM(model_dir, **engine_settings(vtoken, **settings)).llm_engine
+        core = self.engine.engine_core.engine_core
+        self.scheduler: Any = core.scheduler
+        self.runner: Any = core.model_executor.driver_worker.worker.model_runner
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self.num_free_at_start = self.pool.get_num_free_blocks()
+        self.outcomes: dict[int, Outcome] = {}
+        self.counts: Counter[str] = Counter()
+        self._key_of: dict[str, int] = {}
+        self._rebuilt: set[int] = set()
+        self._just_started: set[str] = set()  # a prefix hit is cut to the budget after the first chunk
+        if vtoken is not None:
+            self._watch()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.__dict__.pop("schedule", None)
+        with patch("gc.collect"):
+            self.engine.engine_core.shutdown()
+            del self.engine, self.scheduler, self.runner, self.pool
+
+    # -- driving -----------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: list[int], max_tokens: int, **extra_args: Any) -> int:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        key = len(self.outcomes)
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, extra_args=extra_args or None
+        )
+        self.outcomes[key] = Outcome(list(prompt))
+        self.engine.add_request(str(key), TokensPrompt(prompt_token_ids=prompt), params)
+        return key
+
+    def run(self, abort_at: dict[int, int] | None = None, max_steps: int = 3000) -> None:
+        """Steps until all requests have ended. ``abort_at``: step -> key."""
+        step = 0
+        while self.engine.has_unfinished_requests():
+            assert step < max_steps, "the engine makes no progress"
+            for output in self.engine.step():
+                outcome = self.outcomes[int(output.request_id)]
+                outcome.tokens = list(output.outputs[0].token_ids)
+                chosen = zip(outcome.tokens, output.outputs[0].logprobs, strict=True)
+                outcome.logprobs = [ranks[token].logprob for token, ranks in chosen]
+                outcome.num_cached = output.num_cached_tokens or 0
+            step += 1
+            key = (abort_at or {}).get(step)
+            if key is not None and self._is_unfinished(key):
+                self.engine.abort_request([str(key)])
+                self.outcomes[key].aborted = True
+                self.counts["aborts"] += 1
+        self.counts["steps"] += step
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **extra_args: Any) -> list[list[int]]:
+        keys = [self.submit(prompt, max_tokens, **extra_args) for prompt in prompts]
+        self.run()
+        return [self.outcomes[key].tokens for key in keys]
+
+    def _is_unfinished(self, key: int) -> bool:
+        return any(str(key) == req_id.split("-")[0] for req_id in self.scheduler.requests)
+
+    # -- verdicts ----------------------------------------------------------------------------------------------------
+
+    def assert_exact(self, reference: Reference) -> None:
+        """Every generated token is the reference's greedy choice, its logprob within 1e-4."""
+        for key, outcome in self.outcomes.items():
+            if not outcome.epochs:
+                assert outcome.aborted, f"request {key} never ran"
+                continue
+            tokens = outcome.prompt + outcome.tokens
+            expected = reference.expected(tokens, len(outcome.prompt), outcome.epochs)
+            assert [token for token, _ in expected] == outcome.tokens, f"request {key}: other tokens"
+            difference = max((abs(a - b) for (_, a), b in zip(expected, outcome.logprobs, strict=True)), default=0.0)
+            assert difference < 1e-4, f"request {key}: logprobs differ by {difference}"
+
+    def assert_nothing_left(self) -> None:
+        """All blocks are back, and no book keeps a line."""
+        side = self.scheduler.vtoken
+        manager = side.ledger.manager
+        assert self.pool.get_num_free_blocks() == self.num_free_at_start
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+        leftovers = (side.ledger.tables, side._running, side._tentative, side._wrote, self.scheduler._submitted)
+        leftovers += (manager.num_evicted, manager.parked, manager.req_to_blocks, side.requests._sources)
+        leftovers += (side.requests._configs, side.ledger._reserved, side.ledger._moved)
+        assert not any(leftovers), leftovers
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        side, ledger = self.scheduler.vtoken, self.scheduler.vtoken.ledger
+        admit, finish, kill, preempt = ledger.admit, ledger.finish, ledger.kill, side.preempt
+        recycle, rollback, schedule = ledger.recycle, ledger.rollback_recycle, self.scheduler.schedule
+
+        def watched_admit(req_id: str) -> None:
+            self._key_of[req_id] = self.scheduler._submitted[req_id].trace_key
+            self._outcome(req_id).epochs.append(Epoch())
+            self._just_started.add(req_id)
+            admit(req_id)
+
+        def watched_preempt(req_id: str) -> None:
+            epoch = self._outcome(req_id).epochs[-1]
+            epoch.end = ledger.tables[req_id].num_computed_tokens
+            self.counts["preemptions"] += 1
+            if req_id in side._tentative:  # its recycle never came to be written
+                epoch.end -= 1
+                epoch.deaths.pop()
+                self.counts["preempted recycles"] += 1
+            preempt(req_id)
+
+        def watched_kill(req_id: str, positions: Any) -> list[int]:
+            killed = kill(req_id, positions)
+            count = ledger.tables[req_id].num_computed_tokens
+            self._outcome(req_id).epochs[-1].deaths += [(count, position) for position in killed]
+            return killed
+
+        def watched_recycle(req_id: str, kv: bytes) -> None:
+            table = ledger.tables[req_id]
+            (victim,) = table.next_doomed(1)
+            recycle(req_id, kv)
+            self._outcome(req_id).epochs[-1].deaths.append((table.num_computed_tokens - 1, victim))
+
+        def watched_rollback(req_id: str) -> None:
+            rollback(req_id)
+            self._outcome(req_id).epochs[-1].deaths.pop()
+            self.counts["rollbacks"] += 1
+
+        def watched_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self._check_pass(output)
+            return output
+
+        ledger.admit, ledger.finish, ledger.kill, side.preempt = watched_admit, finish, watched_kill, watched_preempt
+        ledger.recycle, ledger.rollback_recycle = watched_recycle, watched_rollback
+        self.scheduler.schedule = watched_schedule
+
+    def _outcome(self, req_id: str) -> Outcome:
+        return self.outcomes[self._key_of[req_id]]
+
+    def _check_pass(self, output: Any) -> None:
+        side, ledger = self.scheduler.vtoken, self.scheduler.vtoken.ledger
+        self.counts["peak running"] = max(self.counts["peak running"], len(output.num_scheduled_tokens))
+        record = output.vtoken_record
+        self.counts["moves"] += len(record.src_slots)
+        self.counts["recycled"] += len(record.recycled)
+        assert len(set(record.dst_slots)) == len(record.dst_slots), "INV-5: a destination is named twice"
+        for slot in (*record.dst_slots, *record.recycled.values()):
+            block = self.pool.blocks[slot // BLOCK]
+            assert block.ref_cnt == 1, f"INV-7: slot {slot} has {block.ref_cnt} holders"
+            assert block.block_hash is None, f"INV-7: slot {slot} is hashed"
+        if self.scheduler.vtoken_config.variant != "naive":
+            check_unique_mapping(ledger.tables, _Holders(self.pool))  # type: ignore[arg-type]
+        for req_id, table in ledger.tables.items():
+            check_counts(table)
+            self._check_bounds(req_id, table, output.num_scheduled_tokens.get(req_id, 0))
+        self.counts["postponed"] = side.num_postponed
+        self._just_started.clear()
+
+    def _check_bounds(self, req_id: str, table: Any, num_scheduled: int) -> None:
+        """DESIGN §8. The table holds the step's tokens already."""
+        manager = self.scheduler.vtoken.ledger.manager
+        blocks = manager.req_to_blocks[req_id]
+        assert [block.block_id for block in blocks] == table.block_ids
+        private_live = sum(
+            word.bit_count() for block, word in zip(blocks, table.live_words, strict=True) if block.ref_cnt == 1
+        )
+        shared = sum(block.ref_cnt > 1 for block in blocks)
+        assert len(blocks) <= shared + cdiv(private_live, BLOCK) + 1, f"request {req_id} holds {len(blocks)} blocks"
+        side = self.scheduler.vtoken
+        key = side._running[req_id].trace_key
+        config = side.requests.config(key)
+        is_bound = config.when == "always" and config.kv_budget and config.variant == "vtoken"
+        if not is_bound or side.requests._replay is not None:
+            return
+        # Rebuilt after a preemption, a request repeats its events (SPEC K-4), whose counts its chunks may miss, and
+        # its policy is asked again in the step after that.
+        was_rebuilt = key in self._rebuilt
+        (self._rebuilt.add if key in side.requests._sources[key]._rebuild_to else self._rebuilt.discard)(key)
+        if not side.num_postponed and not was_rebuilt and req_id not in self._just_started:
+            live = table.num_live_tokens - num_scheduled
+            assert live <= config.kv_budget + config.interval, f"request {req_id} keeps {live} tokens"
+
+
+class _Holders:
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def ref_cnt(self, block_id: int) -> int:
+        return int(self._pool.blocks[block_id].ref_cnt)
