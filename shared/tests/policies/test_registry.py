@@ -101,5 +101,5 @@ def test_a_policy_class_that_needs_arguments_is_refused_by_name(monkeypatch: pyt
             self.budget = budget
 
     monkeypatch.setattr("vtoken.plugins.get_plugin", lambda group, name: Needy)
-    with pytest.raises(SpecError, match=r"policy 'needy' .* cannot be made: .*budget.*: register an object instead"):
+    with pytest.raises(SpecError, match=r"policy 'needy' .* cannot be made: .*budget.*; register an object instead"):
         get_policy("needy")
