@@ -2,11 +2,12 @@ import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from vtoken.cli import main
 from vtoken.invariants import check_counts, check_unique_mapping
 from vtoken_bench import spec_costs
-from vtoken_bench.record import Row, suite_record
+from vtoken_bench.record import Row, suite_record, suite_table
 from vtoken_bench.spec_costs import Wear, World, bytes_per_token
 from vtoken_bench.suites import spec, suites
 from vtoken_bench.timing import Spread
@@ -158,3 +159,15 @@ def test_bad_usage_is_named_and_ends_with_code_2(
 ) -> None:
     assert bench(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_can_be_told_apart_in_60_columns() -> None:
+    rows = [check_row(tokens, mode, 0.123) for tokens in (1024, 131072) for mode in ("eager", "lazy")]
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(suite_table("costs", rows))
+    shown = capture.get()
+
+    for at in ("tokens 1,024, eager", "tokens 1,024, lazy", "tokens 131,072, eager", "tokens 131,072, lazy"):
+        (line,) = (line for line in shown.splitlines() if at in line)
+        assert line.split()[-1] == "2"

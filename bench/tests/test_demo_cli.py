@@ -60,9 +60,11 @@ def test_all_executors_and_other_policies_on_a_file(demo: Callable[..., int], tm
     pytest.importorskip("jax")
     (tmp_path / "tale.txt").write_text("It was the best of times, it was the worst of times. " * 2)
     more = "--prompt-file tale.txt --kv-budget 24 --out here --executor torch --executor jax"
+    more += " --json same.json"
     assert demo(*more.split(), "--policy", "tova", "--policy", "snapkv", "--policy", "scissorhands") == 0
 
     record = json.loads((tmp_path / "here" / "report.json").read_text())
+    assert (tmp_path / "same.json").read_bytes() == (tmp_path / "here" / "report.json").read_bytes()
     assert list(record["rows"][1]["executors"]) == ["reference", "torch", "jax"]
     assert [row["policy"] for row in record["rows"][1::3]] == ["tova", "snapkv", "scissorhands"]
     assert all(row["live_tokens_end"] <= 24 + 8 for row in record["rows"] if row["policy"])
@@ -111,6 +113,9 @@ def test_an_executor_that_is_not_installed_is_shown_as_missing(
         ("--policy h2", "unknown policy 'h2': did you mean 'h2o'?"),
         ("--policy none", "name a policy that evicts"),
         ("--executor tourch", "did you mean 'torch'?"),
+        ("--executor vtoken.reference:Executor", "the demo takes registered executors alone (jax, "),
+        ("--prompt-file .", "prompt file . cannot be read (Is a directory): give a text file"),
+        ("--json .", "is a folder"),
         ("--block-size 129", "--block-size 129: give at most 128"),
         ("--tokens 0", "'0' is no whole number of at least 1"),
         ("--tokens few", "'few' is no whole number of at least 1"),
@@ -177,5 +182,14 @@ def test_the_help_names_the_exit_codes_and_every_option(capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
 
     assert "Exit codes: 0 same bytes, 1 a difference, 2 bad usage" in shown
-    for option in ("--model", "--prompt-file", "--prompt-tokens", "--tokens", "--policy", "--executor", "--out"):
+    for option in (
+        "--model",
+        "--prompt-file",
+        "--prompt-tokens",
+        "--tokens",
+        "--policy",
+        "--executor",
+        "--out",
+        "--json",
+    ):
         assert option in shown

@@ -1,3 +1,4 @@
+import errno
 from collections import namedtuple
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 
 from vtoken.errors import SpecError
 from vtoken_bench import models
+from vtoken_bench.demo import output
 from vtoken_bench.demo.output import staged
 
 
@@ -59,3 +61,26 @@ def test_a_full_disk_is_told_before_any_work(tmp_path: Path, monkeypatch: pytest
         pytest.fail("the block must not run")
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_files_is_named_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(output, "TemporaryDirectory", refuse)
+    with (
+        pytest.raises(SpecError, match=r"--out .*new: .* takes no files \(Read-only file system\): give another --out"),
+        staged(tmp_path / "new"),
+    ):
+        pytest.fail("the block ran")
+
+
+def test_a_file_that_cannot_be_written_is_named_where_it_was_to_be(tmp_path: Path) -> None:
+    out = tmp_path / "new"
+    with pytest.raises(FileNotFoundError) as gone, staged(out) as staging:
+        (staging / "gone.txt").read_text()
+    assert gone.value.filename == str(out / "gone.txt")
+
+    with pytest.raises(FileNotFoundError) as other, staged(out):
+        (tmp_path / "other.txt").read_text()
+    assert other.value.filename == str(tmp_path / "other.txt")

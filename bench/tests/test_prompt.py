@@ -41,6 +41,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_prompt(tmp_path / "gone.txt")
 
 
+def test_a_folder_is_no_prompt(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"prompt file .* cannot be read \(Is a directory\): give a text file"):
+        read_prompt(tmp_path)
+
+
 def test_a_prompt_may_fill_the_model_and_not_more(model: LoadedModel) -> None:
     assert len(encode_prompt(model, "p", "x" * 200, None, 56)) == 200
     with pytest.raises(SpecError, match=r"200 tokens and 57 are to follow.* 256 positions: --prompt-tokens 199"):

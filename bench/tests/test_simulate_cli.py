@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ def simulate(*more: str, command: str = COMMAND) -> int:
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("simulate") / "new" / "record.json"
+    path = tmp_path_factory.mktemp("simulate") / "record.json"
     assert simulate("--json", str(path)) == 0
     loaded: dict[str, Any] = json.loads(path.read_text())
     return loaded
@@ -94,6 +97,12 @@ def test_the_plot_is_a_picture_of_the_kind_that_its_name_says(tmp_path: Path, na
         (["--interval", "0"], "interval=0"),
         (["--plot", "held.pdf"], "end the name in .png or .svg"),
         (["--json", "."], "is a folder"),
+        (["--json", ""], "as an empty name is"),
+        (["--plot", "new/held.png"], "no such folder new: make it"),
+        (["--pool-blocks", "100000000000"], "pool_blocks=100000000000: some 5,000,000,000 requests of 160 tokens"),
+        (["--pool-blocks", "1000000"], "goes to 1,000 requests and 1,000,000 tokens in all: give fewer blocks"),
+        (["--pool-blocks", "1000000", "--output", "2000000"], "some 3 requests of 2,000,060 tokens"),
+        (["--prompt", "1000000000000"], "the pool has 100: lower its budget or its length"),
     ],
 )
 def test_bad_usage_ends_with_one_clear_line_and_code_2(
@@ -105,9 +114,47 @@ def test_bad_usage_ends_with_one_clear_line_and_code_2(
 
     out, err = capsys.readouterr()
     assert message in err
-    assert len(err.strip().splitlines()) == 1
+    assert len(err.splitlines()) == 1
     assert out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chunk_beyond_the_prompt_is_the_whole_prompt(record: dict[str, Any], tmp_path: Path) -> None:
+    for chunk in ("60", "1000000000000"):
+        assert simulate("--chunk", chunk, "--json", str(tmp_path / chunk)) == 0
+
+    whole, beyond = (json.loads((tmp_path / chunk).read_text()) for chunk in ("60", "1000000000000"))
+    assert beyond["rows"] == whole["rows"]
+    assert beyond["rows"] != record["rows"]
+
+
+def test_rows_can_be_told_apart_in_60_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert simulate("--mode", "native") == 0
+
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 60
+    rows = [line.split() for line in out.splitlines() if line.startswith((" native", " vtoken"))]
+    assert [(row[0], row[1], row[6]) for row in rows] == [("native", "40", "2"), ("vtoken", "22", "4")]
+    assert len(next(line for line in out.splitlines() if line.startswith("    160")).rstrip()) >= 50  # the bar
+
+
+def piped(**environment: str) -> subprocess.CompletedProcess[bytes]:
+    program = f"import sys; from vtoken.cli import main; sys.exit(main({[*COMMAND.split(), '--policy', 'h2o']!r}))"
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_a_piped_run_says_nothing_on_stderr_and_an_ascii_terminal_gets_ascii() -> None:
+    done = piped(PYTHONIOENCODING="ascii")
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"#" in done.stdout
+    assert b"?" not in done.stdout
+    assert "█" in piped(PYTHONIOENCODING="utf-8").stdout.decode()
 
 
 def test_an_unknown_mode_is_bad_usage() -> None:

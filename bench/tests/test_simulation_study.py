@@ -110,7 +110,7 @@ def test_a_fixed_budget_needs_no_copy_in_decode() -> None:
     assert run.copies == 0
 
 
-@pytest.mark.parametrize(("capacity", "guess"), [(3, 7), (7, 3), (5, 5), (0, 2), (1, 1)])
+@pytest.mark.parametrize(("capacity", "guess"), [(3, 7), (7, 3), (5, 5), (0, 2), (1, 1), (90, 2), (1, 50)])
 def test_the_search_finds_the_last_number_that_fits_from_either_side(
     monkeypatch: pytest.MonkeyPatch, capacity: int, guess: int
 ) -> None:
@@ -128,7 +128,7 @@ def test_the_search_finds_the_last_number_that_fits_from_either_side(
     assert outcome.max_requests == capacity
     assert outcome.refusal == "full"
     assert (outcome.frontier is None) == (capacity == 0)
-    assert len(tried) == len(set(tried))
+    assert len(tried) == len(set(tried)) <= 14
 
 
 def test_a_pool_too_small_for_one_request_is_refused_at_once() -> None:

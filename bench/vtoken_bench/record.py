@@ -48,11 +48,12 @@ class Row:
 
 def suite_table(title: str, rows: Sequence[Row]) -> Table:
     """Medians with their ranges; a missed bound is red. Units stand in the names."""
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("at")
-    for heading in ("median", "range", "bound"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("what", overflow="fold")
+    table.add_column("at", no_wrap=True)
+    table.add_column("median", justify="right", no_wrap=True)
+    table.add_column("range", justify="right", overflow="fold")
+    table.add_column("bound", justify="right", no_wrap=True)
     for row in rows:
         low, high = row.figure.low, row.figure.high
         table.add_row(

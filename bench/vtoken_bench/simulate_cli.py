@@ -10,8 +10,6 @@ from vtoken.errors import SpecError
 from vtoken.report import check_output, environment, write_bytes, write_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from vtoken_bench.simulation.engine import Workload
     from vtoken_bench.simulation.study import Outcome
 
@@ -77,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         when="always",
     )
-    outcomes = _study(config, workload, Console(stderr=True))
+    outcomes = _study(config, workload)
     console = Console()
     curve = _CURVES[arguments.mode]
     show.print_curve(console, curve, outcomes[curve], outcomes["native"])
@@ -90,13 +88,13 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _study(config: VTokenConfig, workload: "Workload", console: "Console") -> "dict[str, Outcome]":
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def _study(config: VTokenConfig, workload: "Workload") -> "dict[str, Outcome]":
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+    from vtoken_bench.progress import progress_bar
     from vtoken_bench.simulation.study import Study
 
-    text = TextColumn("{task.description}")
-    with Progress(text, BarColumn(), TimeElapsedColumn(), console=console, transient=True) as progress:
+    with progress_bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task("starts", total=1.0)
         study = Study(config, workload, lambda label, share: progress.update(task, description=label, completed=share))
         return dict(study.outcomes())

@@ -1,4 +1,7 @@
 import os
+import sys
+from itertools import count
+from textwrap import dedent
 
 import pytest
 from hypothesis import settings
@@ -51,3 +54,20 @@ def checked(spec):
     executor = CheckedExecutor(ReferenceExecutor())
     executor.allocate(spec)
     return executor
+
+
+_module_numbers = count()
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """Writes a module into the current directory, a folder that ``sys.path`` does not name; gives its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def write(source):
+        name = f"user_module_{next(_module_numbers)}"
+        (tmp_path / f"{name}.py").write_text(dedent(source))
+        return name
+
+    return write

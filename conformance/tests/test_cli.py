@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -45,7 +46,7 @@ def test_a_failed_run_prints_case_rule_step_and_command_and_returns_1(capsys):
 
 
 def test_the_json_record_has_its_schema_and_is_written_whole(tmp_path, capsys):
-    path = tmp_path / "deep" / "result.json"
+    path = tmp_path / "result.json"
     run("--executor", "reference", "--case", "plans/fill_*", "--seeds", "0", "--json", str(path))
     record = json.loads(path.read_text())
     assert record["schema"] == "vtoken/conformance/1"
@@ -57,7 +58,7 @@ def test_the_json_record_has_its_schema_and_is_written_whole(tmp_path, capsys):
         "failed": 0,
         "executors": ["reference"],
     }
-    assert record["failures"] == []
+    assert set(record) == {"schema", "environment", "rows", "summary"}
     assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
 
 
@@ -101,7 +102,7 @@ def test_an_executor_without_its_extra_is_a_failed_selection(monkeypatch, capsys
     def get_plugin(group, name):
         raise SpecError(f"executor {name!r} does not load: it needs torch: pip install 'vtoken[torch]'")
 
-    monkeypatch.setattr("vtoken_conformance.cli.get_plugin", get_plugin)
+    monkeypatch.setattr("vtoken_conformance.selection.get_plugin", get_plugin)
     assert run("--executor", "torch") == 2
     assert "pip install 'vtoken[torch]'" in capsys.readouterr().err
 
@@ -111,7 +112,7 @@ def test_without_a_choice_all_executors_that_load_run_and_the_others_are_named(m
     from vtoken.reference import ReferenceExecutor
 
     monkeypatch.setattr(
-        "vtoken_conformance.cli.load_plugins",
+        "vtoken_conformance.selection.load_plugins",
         lambda group: ({"reference": ReferenceExecutor}, {"jax": SpecError("it needs jax: pip install 'vtoken[jax]'")}),
     )
     assert run("--case", "recycle/*") == 0
@@ -139,3 +140,49 @@ def test_a_trace_runs_alone_in_all_variants_and_a_torn_line_is_told(tmp_path, ca
     captured = capsys.readouterr()
     assert "4 cases, 4 passed, 0 failed" in captured.out
     assert "torn last line left out" in captured.err
+
+
+def test_the_help_of_a_trace_names_the_variants_that_run(capsys):
+    from vtoken_conformance.replay import _VARIANTS
+
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"in the variants {', '.join([*_VARIANTS][:-1])} and {[*_VARIANTS][-1]}; without --case" in text
+
+
+def test_an_executor_that_exits_fails_its_cases_and_the_next_one_runs(user_module, tmp_path, capsys):
+    name = user_module("""
+        from vtoken.reference import ReferenceExecutor
+
+        class Exits(ReferenceExecutor):
+            def append(self, *arguments):
+                raise SystemExit(3)
+    """)
+    path = tmp_path / "result.json"
+    arguments = ["--executor", f"{name}:Exits", "--executor", "reference", "--json", str(path)]
+    assert run(*arguments, "--case", "fingerprint/golden*", "--case", "random/1") == 1
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["status"] for row in rows if row["executor"] == "reference"} == {"passed"}
+    assert {row["status"] for row in rows if row["executor"] == f"{name}:Exits"} == {"error"}
+    assert "SystemExit: 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x7fELF\xff", "no text ('utf-8' codec can't decode byte 0xff"),
+        (
+            b'{"schema": "vtoken/victims/1"}\n{"trace_key": 0, "at_computed": 8, "chosen": [-1], "died": [8]}\n',
+            ":2: no trace event: chosen[0] is -1, not an integer of at least 0",
+        ),
+    ],
+)
+def test_a_damaged_trace_is_one_line_and_2(content, message, tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    assert run("--executor", "reference", "--trace", str(path)) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert f"{path}" in captured.err
+    assert message in captured.err

@@ -79,5 +79,27 @@ def test_survivors_are_compared_with_the_trace(trace_path, monkeypatch):
 def test_an_empty_trace_is_refused(tmp_path):
     path = tmp_path / "empty.jsonl"
     VictimTrace({"policy": "none"}).save(path)
-    with pytest.raises(SpecError, match=r"empty\.jsonl: it holds no event"):
+    with pytest.raises(SpecError, match=r"empty\.jsonl: it holds no event with victims"):
         load_trace_jobs(path)
+
+
+def test_events_without_victims_are_passed_over(trace_path, tmp_path):
+    hollow = VictimTrace()
+    hollow.add(TraceEvent(0, 8, (), ()))
+    hollow.save(tmp_path / "hollow.jsonl")
+    with pytest.raises(SpecError, match=r"hollow\.jsonl: it holds no event with victims: record a run that evicts"):
+        load_trace_jobs(tmp_path / "hollow.jsonl")
+    trace = VictimTrace.load(trace_path)
+    trace.add(TraceEvent(7, 8, (), ()))
+    trace.save(trace_path)
+    assert [run_job(job, "reference", ReferenceExecutor())[1] for job in load_trace_jobs(trace_path)] == [None] * 4
+
+
+def test_an_error_of_allocate_fails_a_trace_before_its_first_pass(trace_path):
+    class Full(ReferenceExecutor):
+        def allocate(self, spec):
+            raise MemoryError("no room")
+
+    row, failure = run_job(load_trace_jobs(trace_path)[0], "full", Full())
+    assert (row.status, row.steps, failure.got) == ("error", 0, "MemoryError: no room")
+    assert failure.op == "start of naive: allocate, admit"

@@ -1,6 +1,7 @@
 import pytest
 
 from vtoken.errors import SpecError
+from vtoken.paged_executor import PagedExecutor
 from vtoken.reference import ReferenceExecutor
 from vtoken_conformance.case import load_cases
 from vtoken_conformance.mutants import MUTANTS
@@ -79,6 +80,66 @@ def test_an_executor_that_raises_is_an_error_with_its_traceback():
     assert (row.status, failure.got) == ("error", "ZeroDivisionError: slot / 0")
     assert "in recycle" in failure.traceback
     assert all(row.status == "passed" for row, _ in results[1:])
+
+
+def test_the_traceback_begins_where_the_executor_raised():
+    class Crashing(ReferenceExecutor):
+        def admit(self, req_id):
+            raise SystemExit(3)
+
+    class CrashingLate(ReferenceExecutor):
+        def admit(self, req_id):
+            super().admit(req_id)
+            return self.nothing
+
+    refused = select_jobs(CASES, ["requests/a_fork*", "token_table/*"], 0)
+    for make, cause in ((Crashing, "SystemExit: 3"), (CrashingLate, "AttributeError: ")):
+        for row, failure in run_all(refused, {"crashing": make}):
+            assert row.status == "error"
+            assert failure.got.startswith(cause)
+            first_frame = failure.traceback.splitlines()[1]
+            assert first_frame.endswith("in admit")
+            assert "test_run.py" in first_frame
+            assert "Refusal" not in failure.traceback
+
+
+def test_an_error_of_allocate_is_told_as_it_is():
+    class Unfinished(PagedExecutor):
+        name = "unfinished"
+
+    jobs = select_jobs(CASES, ["fingerprint/golden*", "recycle/*"], 0)
+    results = list(run_all(jobs, {"unfinished": Unfinished}))
+    assert len(results) == len(jobs)
+    row, failure = results[0]
+    assert (row.status, row.steps, failure.op) == ("error", 0, "allocate")
+    assert failure.got.startswith("NotImplementedError")
+    assert "in _make_store" in failure.traceback
+    assert "_digest" not in failure.traceback
+
+
+def test_an_executor_that_cannot_be_made_again_fails_the_rest_and_the_next_one_runs():
+    made = []
+
+    def make():
+        if made:
+            raise OSError("the device is lost")
+        made.append(MUTANTS["SortedQueue"]())
+        return made[0]
+
+    jobs = select_jobs(CASES, ["token_table/doomed_tokens_queue*", "plans/*"], 0)
+    results = list(run_all(jobs, {"once": make, "reference": ReferenceExecutor}))
+    once = [(row.status, failure.got) for row, failure in results[1 : len(jobs)]]
+    assert once == [("error", "OSError: the device is lost")] * (len(jobs) - 1)
+    assert all(row.status == "passed" for row, _ in results[len(jobs) :])
+
+
+def test_an_interrupt_ends_the_run():
+    class Interrupted(ReferenceExecutor):
+        def admit(self, req_id):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(run_all(select_jobs(CASES, ["recycle/*"], 0), {"interrupted": Interrupted}))
 
 
 def test_executors_that_agree_have_one_fingerprint():

@@ -8,6 +8,7 @@ from vtoken.types import BlockId, Position, ReqId
 from vtoken_conformance.fingerprint import fingerprint
 from vtoken_conformance.mismatch import Call, Mismatch, compare_equal
 from vtoken_conformance.plan_check import check_planned, check_profit, read_plan
+from vtoken_conformance.returned import check_attention, check_block_ids, check_observation
 from vtoken_conformance.state import Refusal
 from vtoken_conformance.watcher import Watcher
 
@@ -127,7 +128,7 @@ class CheckedExecutor(Watcher):
     def reap(self) -> list[BlockId]:
         def perform() -> list[BlockId]:
             due = {block.block_id: block for block in self.model.due()}
-            reaped = self.inner.reap()
+            reaped = check_block_ids("R-7", "reap", self.inner.reap())
             if len({*reaped}) != len(reaped) or not {*reaped} <= due.keys():
                 raise Mismatch("R-7", "blocks that reap gave back", f"some of {list(due)}", reaped)
             self.model.reap(due[block_id] for block_id in reaped)
@@ -157,6 +158,7 @@ class CheckedExecutor(Watcher):
                 raise Refusal("T-8", f"q has {len(q)} bytes, {num_queries} queries have another number")
 
         def verify(_: None, seen: Attention) -> None:
+            check_attention(seen)
             if self._is_comparable(req_id):
                 self._compare_attention(req_id, seen, bytes(q), num_queries)
 
@@ -178,7 +180,7 @@ class CheckedExecutor(Watcher):
             self._compare(Call("verify", tuple(self.model.requests)), is_full=True)
 
     def observe(self) -> Observation:
-        return self.inner.observe()
+        return check_observation(self.inner.observe())
 
     def table_view(self, req_id: ReqId) -> TableView:
         return self.inner.table_view(req_id)

@@ -1,7 +1,6 @@
 """``vtoken conformance``: executors against the brute-force model. Heavy imports wait until the command runs."""
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vtoken.cli import Command
 from vtoken.errors import SpecError
-from vtoken.plugins import EXECUTORS, get_plugin, load_plugins
 from vtoken.report import check_output, write_json
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ examples:
   vtoken conformance --executor torch --executor jax --seeds 1000   two executors, a thousand random programs
   vtoken conformance --case 'recycle/*' --case random/17            one chapter, and one random program
   vtoken conformance --executor my_package.executor:MyExecutor      an executor of your own
-exit codes: 0 all passed, 1 a case failed, 2 bad usage"""
+exit codes: 0 all passed, 1 a case failed, 2 bad usage, as an executor that cannot be made or lacks a method"""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +36,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--executor",
         action="append",
         metavar="NAME",
-        help="an installed executor, or MODULE:CLASS; may be repeated (default: all that load)",
+        help="an installed executor, or MODULE:CLASS, in the current directory too; may be repeated (default: all)",
     )
     parser.add_argument(
         "--seeds",
@@ -60,9 +58,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="FILE",
-        help="replay a victim trace in the variants naive, lazy and eager; without --case nothing else runs",
+        help="replay a victim trace in the variants naive, lazy, eager and fenced; without --case nothing else runs",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write schema, environment, rows and summary to FILE; and failures, if any",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -93,25 +96,12 @@ def _select_jobs(arguments: argparse.Namespace) -> "list[Job]":
 
 
 def _load_executors(names: list[str] | None) -> dict[str, Callable[[], Any]]:
-    if names is None:
-        loaded, failed = load_plugins(EXECUTORS)
-        for name, reason in failed.items():
-            print(f"vtoken conformance: without executor {name!r}: {reason}", file=sys.stderr)
-        if not loaded:
-            raise SpecError("no executor loads: name one that does with --executor")
-        return loaded
-    return {name: _import_class(name) if ":" in name else get_plugin(EXECUTORS, name) for name in names}
+    from vtoken_conformance.selection import load_executors
 
-
-def _import_class(path: str) -> Callable[[], Any]:
-    module, _, name = path.partition(":")
-    try:
-        made = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"executor {path!r}: {error}: give MODULE:CLASS as Python would import it") from error
-    if not isinstance(made, type):
-        raise SpecError(f"executor {path!r} is no class: give MODULE:CLASS")
-    return made
+    executors, left_out = load_executors(names)
+    for name, reason in left_out.items():
+        print(f"vtoken conformance: without executor {name!r}: {reason}", file=sys.stderr)
+    return executors
 
 
 def _run_with_progress(jobs: "list[Job]", executors: dict[str, Callable[[], Any]]) -> "tuple[list[Row], list[Failure]]":

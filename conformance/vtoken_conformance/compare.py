@@ -3,11 +3,13 @@
 import numpy as np
 
 from vtoken.executor import Attention, Executor, Observation, RequestObservation
+from vtoken.reclamation.plan import PoolView, TableView
 from vtoken.types import BlockId, Position, ReqId
 from vtoken_conformance.attention import TOLERANCE, Array, attention
 from vtoken_conformance.fingerprint import fingerprint
 from vtoken_conformance.mismatch import Call, Mismatch
 from vtoken_conformance.model import Model
+from vtoken_conformance.returned import check_view
 from vtoken_conformance.state import Request
 
 __all__ = ["VersionWatch", "compare_arrays", "compare_attention", "compare_views"]
@@ -40,6 +42,7 @@ def compare_views(model: Model, executor: Executor, call: Call) -> None:
     """Counts, cursors and block lists of the host's views; blocks seen for the first time get their numbers."""
     for req_id, request in model.requests.items():
         view = executor.table_view(req_id)
+        check_view("T-1", f"table_view of request {req_id!r}", view, TableView)
         _bind_blocks(model, req_id, tuple(view.block_ids), call)
         counts: dict[str, tuple[int, int]] = {
             "computed tokens": (request.num_computed, view.num_computed_tokens),
@@ -52,6 +55,7 @@ def compare_views(model: Model, executor: Executor, call: Call) -> None:
             if expected != got:
                 raise Mismatch(call.rule("count", req_id), f"{what} of request {req_id!r}", expected, got)
     pool = executor.pool_view()
+    check_view("INV-6", "pool_view", pool, PoolView)
     counted = (model.num_free, len(model.held()), len(model.in_flight()))
     shown = (pool.num_free, pool.num_blocks - 1 - pool.num_free - pool.num_in_flight, pool.num_in_flight)
     if counted != shown:

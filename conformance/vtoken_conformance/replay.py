@@ -12,7 +12,7 @@ from vtoken.config import Regime, VTokenConfig
 from vtoken.errors import SpecError
 from vtoken.executor import Executor, KVSpec
 from vtoken.scheduler import KVScheduler
-from vtoken.trace import VictimTrace
+from vtoken.trace import TraceEvent, VictimTrace
 from vtoken.types import ReqId, cdiv
 from vtoken.victims import TraceVictims
 from vtoken_conformance.bits import make_token
@@ -56,11 +56,17 @@ class TraceJob:
 
 
 def load_trace_jobs(path: Path) -> list[TraceJob]:
-    """A trace in all variants. Raises SpecError for a damaged or empty one."""
+    """A trace in all variants. Raises SpecError for a damaged one, and for one without victims."""
     trace = VictimTrace.load(path)
-    if not any(trace.events.values()):
-        raise SpecError(f"{path}: it holds no event: record a run that evicts")
+    if not _with_victims(trace):
+        raise SpecError(f"{path}: it holds no event with victims: record a run that evicts")
     return [TraceJob(path, trace, variant) for variant in _VARIANTS]
+
+
+def _with_victims(trace: VictimTrace) -> dict[int, list[TraceEvent]]:
+    """The events that choose something, by request; a request without any has nothing to replay."""
+    chosen = {key: [event for event in events if event.chosen] for key, events in trace.events.items()}
+    return {key: events for key, events in chosen.items() if events}
 
 
 class TraceRun:
@@ -69,8 +75,8 @@ class TraceRun:
     def __init__(self, job: TraceJob, executor: Executor) -> None:
         self.job = job
         self.step_number = 0
-        self._events = {f"request-{key}": events for key, events in job.trace.events.items() if events}
-        self._ends = {name: max(max(e.died) for e in events if e.died) + 1 for name, events in self._events.items()}
+        self._events = {f"request-{key}": events for key, events in _with_victims(job.trace).items()}
+        self._ends = {name: max(max(e.died) for e in events) + 1 for name, events in self._events.items()}
         num_tokens = sum(self._ends.values())
         self.executor = CheckedExecutor(executor, check_every=cdiv(num_tokens, NUM_FULL_CHECKS))
 
@@ -90,6 +96,8 @@ class TraceRun:
         self.executor.settle()
 
     def step_text(self) -> str:
+        if not self.step_number:
+            return f"start of {self.job.variant}: allocate, admit"
         counts = {req_id: request.num_computed for req_id, request in self.executor.model.requests.items()}
         return f"pass of {self.job.variant}, call {self.executor.num_calls}, computed {counts}"
 

@@ -18,13 +18,12 @@ MAX_FAILURES_SHOWN = 20
 
 
 def make_record(rows: Sequence[Row], failures: Sequence[Failure]) -> dict[str, Any]:
-    """The JSON record of a run."""
+    """The JSON record of a run: schema, environment, rows, summary; and failures, in full, if there are any."""
     statuses = Counter(row.status for row in rows)
-    return {
+    record = {
         "schema": SCHEMA,
         "environment": environment(),
         "rows": [asdict(row) for row in rows],
-        "failures": [asdict(failure) for failure in failures],
         "summary": {
             "cases": len({row.case for row in rows}),
             "passed": statuses["passed"],
@@ -32,6 +31,7 @@ def make_record(rows: Sequence[Row], failures: Sequence[Failure]) -> dict[str, A
             "executors": list(dict.fromkeys(row.executor for row in rows)),
         },
     }
+    return record | ({"failures": [asdict(failure) for failure in failures]} if failures else {})
 
 
 def print_summary(rows: Sequence[Row], console: Console) -> None:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal, Protocol
 
 from vtoken.errors import SpecError
@@ -21,6 +22,7 @@ __all__ = ["Failure", "Job", "ProgramJob", "Row", "run_all", "run_job", "select_
 Status = Literal["passed", "failed", "error"]
 ExecutorFactory = Callable[[], Executor]
 
+_SUITE = Path(__file__).parent
 _RANDOM_CASE = re.compile(rf"{re.escape(NAME_PREFIX)}(\d+)$")
 
 
@@ -124,7 +126,11 @@ def run_all(jobs: Sequence[Job], executors: Mapping[str, ExecutorFactory]) -> It
     for name, make in executors.items():
         executor: Executor | None = None
         for job in jobs:
-            executor = executor or make()
+            try:
+                executor = make() if executor is None else executor
+            except (Exception, SystemExit) as error:
+                yield _not_made(job, name, error)
+                continue
             row, failure = run_job(job, name, executor)
             if failure:
                 executor = None
@@ -141,25 +147,46 @@ def run_job(job: Job, executor_name: str, executor: Executor) -> tuple[Row, Fail
         run.run()
     except Mismatch as error:
         status, difference = "failed", error
-    except Exception as error:  # the executor's own fault, whatever it is: the other cases must go on
-        got = f"{type(error).__name__}: {error}"
-        status, difference = "error", Mismatch("T-8", "an executor raises a SpecError or nothing", "no such error", got)
-        trace = traceback.format_exc()
+    except (Exception, SystemExit) as error:  # the executor's own fault, whatever it is: the other cases must go on
+        status, difference, trace = "error", _unexpected(error), _own_traceback(error)
     row = Row(job.name, executor_name, status, run.step_number, run.executor.fingerprint_so_far)
-    return row, _failure(job, executor_name, run, difference, trace) if difference else None
+    if difference is None:
+        return row, None
+    return row, _failure(row, run.step_text(), job.arguments, difference, trace)
 
 
-def _failure(job: Job, executor_name: str, run: Run, difference: Mismatch, trace: str) -> Failure:
+def _not_made(job: Job, executor_name: str, error: BaseException) -> tuple[Row, Failure]:
+    """A job for which no new executor could be made, after the last one had failed."""
+    row = Row(job.name, executor_name, "error", 0, "")
+    return row, _failure(row, "make the executor", job.arguments, _unexpected(error), _own_traceback(error))
+
+
+def _unexpected(error: BaseException) -> Mismatch:
+    got = f"{type(error).__name__}: {error}"
+    return Mismatch("T-8", "an executor raises a SpecError or nothing", "no such error", got)
+
+
+def _own_traceback(error: BaseException) -> str:
+    """Where the executor raised, without the suite's frames above it; all of them if the error is the suite's own."""
+    own = here = error.__traceback__
+    while here is not None:
+        if Path(here.tb_frame.f_code.co_filename).parent == _SUITE:
+            own = here.tb_next
+        here = here.tb_next
+    return "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
+
+
+def _failure(row: Row, op: str, arguments: Sequence[str], difference: Mismatch, trace: str) -> Failure:
     return Failure(
-        case=job.name,
-        executor=executor_name,
+        case=row.case,
+        executor=row.executor,
         rule=difference.rule,
-        step=run.step_number,
-        op=run.step_text(),
+        step=row.steps,
+        op=op,
         what=difference.what,
         expected=difference.expected,
         got=difference.got,
-        rerun=shlex.join(["vtoken", "conformance", "--executor", executor_name, *job.arguments]),
+        rerun=shlex.join(["vtoken", "conformance", "--executor", row.executor, *arguments]),
         traceback=trace,
     )
 

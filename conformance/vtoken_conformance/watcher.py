@@ -12,6 +12,7 @@ from vtoken_conformance.bits import is_moderate, make_queries
 from vtoken_conformance.compare import VersionWatch, compare_arrays, compare_attention, compare_views
 from vtoken_conformance.mismatch import Call, Mismatch
 from vtoken_conformance.model import Model
+from vtoken_conformance.returned import check_attention, check_observation
 from vtoken_conformance.state import Refusal
 
 __all__ = ["Watcher"]
@@ -33,6 +34,7 @@ class Watcher:
         self.inner = inner
         self.num_calls = 0
         self.num_attention_checks = 0
+        self._digest = blake2b(digest_size=8)
         self._check_every = check_every
         self._attend = attend
 
@@ -57,10 +59,13 @@ class Watcher:
         self.num_calls += 1
         is_full = self.num_calls % self._check_every == 0
         with self._numbered():
+            refusal = None
             try:
                 predicted = predict()
-            except Refusal as refusal:
-                raise self._refused(call, refusal, perform) from None
+            except Refusal as caught:
+                refusal = caught
+            if refusal:  # not inside the except clause: the executor's own errors would drag the refusal along
+                raise self._refused(call, refusal, perform)
             try:
                 result = perform()
             except SpecError as error:
@@ -88,7 +93,7 @@ class Watcher:
         compare_views(self.model, self.inner, call)
         self._versions.compare(self.model, self.inner, call)
         if is_full:
-            observation = self.inner.observe()
+            observation = check_observation(self.inner.observe())
             compare_arrays(self.model, observation, call)
             for req_id in sorted(self.model.requests):
                 self._digest.update(f"{req_id} {observation.requests[req_id].fingerprint}\n".encode())
@@ -101,7 +106,11 @@ class Watcher:
                 many = self.num_calls % 2 == 0 and self.model.requests[req_id].num_computed >= _MULTI_QUERY
                 num_queries = _MULTI_QUERY if many else 1
                 q = make_queries(self.model.spec, str(self.num_calls), num_queries)
-                self._compare_attention(req_id, self.inner.attend(req_id, q, num_queries), q, num_queries)
+                try:
+                    seen = self.inner.attend(req_id, q, num_queries)
+                except SpecError as error:
+                    raise Mismatch("A-1", "attend is legal here", "it goes through", _named(error)) from error
+                self._compare_attention(req_id, check_attention(seen), q, num_queries)
 
     def _is_comparable(self, req_id: ReqId) -> bool:
         """Whether all live tokens are ordinary numbers, so that exact arithmetic has an answer."""

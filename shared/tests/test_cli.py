@@ -1,6 +1,8 @@
 import argparse
+import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from importlib import metadata
 
@@ -121,6 +123,7 @@ def test_bad_usage_ends_with_2(install: Install, capsys: Capture) -> None:
         (KeyboardInterrupt(), 130, "interrupted"),
         (FileNotFoundError(2, "No such file", "x.json"), 2, "vtoken bake: [Errno 2] No such file: 'x.json'"),
         (OSError("\nno such model\nmore talk"), 2, "vtoken bake: no such model"),
+        (MemoryError(), 2, "vtoken bake: out of memory: ask for smaller sizes"),
     ],
 )
 def test_an_expected_error_is_one_line(
@@ -175,15 +178,46 @@ def test_help_imports_no_heavy_package() -> None:
     assert done.stdout.splitlines()[-1] == "heavy: []"
 
 
-def test_a_reader_that_closes_early_leaves_no_traceback() -> None:
+def program_of(run: str) -> list[str]:
+    """A process whose only command runs these lines."""
     program = (
         "import sys; from vtoken import cli\n"
-        "def run(_):\n"
-        "    while True: print('x' * 1000)\n"
+        f"def run(_):\n{textwrap.indent(run, '    ')}\n"
         "cli.get_plugin = lambda *_: cli.Command('writes', lambda _: None, run)\n"
         "sys.exit(cli.main(['writes']))"
     )
-    writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return [sys.executable, "-c", program]
+
+
+def test_a_small_output_that_nobody_reads_leaves_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(program_of("print('x')\nreturn 0"), stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_ascii_terminal_shows_a_question_mark_for_what_it_lacks() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(program_of("print('caf\\xe9')\nreturn 0"), capture_output=True, check=False, env=environment)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf?\n", b"")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "while True: print('x' * 1000)",
+        "from rich.console import Console\nwhile True: Console().print('x' * 1000)",
+    ],
+)
+def test_a_reader_that_closes_early_leaves_no_traceback(run: str) -> None:
+    if "rich" in run:
+        pytest.importorskip("rich")
+    writer = subprocess.Popen(program_of(run), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with writer:
         assert writer.stdout is not None
         assert writer.stderr is not None

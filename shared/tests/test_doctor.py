@@ -100,6 +100,17 @@ def test_the_json_file_holds_what_is_printed(
     assert capsys.readouterr().out == doctor.render(record) + "\n"
 
 
+def test_a_json_file_that_cannot_be_is_refused_before_anything_is_looked_at(
+    plugins: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--json", str(tmp_path / "gone" / "doctor.json")]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no such folder" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_something_broken_ends_with_1(plugins: dict[str, Any]) -> None:
     plugins.update(broken=failure(RuntimeError("no luck")))
 

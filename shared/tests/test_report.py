@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -66,10 +68,53 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_missing_folders_of_an_output_are_made_and_no_output_is_fine(tmp_path: Path) -> None:
-    check_output(tmp_path / "new" / "deep" / "a.json", None)
+def test_a_symlink_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/a")
+    for data in (b"old", b"new"):  # it points to nothing, then to a file
+        check_output(tmp_path / "link")
+        write_bytes(tmp_path / "link", data)
 
-    assert (tmp_path / "new" / "deep").is_dir()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "a").read_bytes() == b"new"
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["fifo", "link"])
+def test_a_fifo_is_written_straight_to_and_stays(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    check_output(tmp_path / name)  # no reader yet: it must not wait for one
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_bytes(tmp_path / name, b"whole")
+        assert os.read(reader, 100) == b"whole"
+    finally:
+        os.close(reader)
+
+    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_write_that_fails_names_the_path_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError) as gone:
+        write_bytes(tmp_path / "gone" / "a", b"")
+    assert gone.value.filename == str(tmp_path / "gone" / "a")
+
+    def full(_: Path, __: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a'") as filled:
+        write_bytes(tmp_path / "a", b"")
+    assert filled.value.errno == errno.ENOSPC
+
+
+def test_a_check_leaves_everything_as_it_is_and_no_output_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old")
+    check_output(tmp_path / "a.json", tmp_path / "b.json", None)
+
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "old"}
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -79,3 +124,21 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
         check_output(tmp_path)
     with pytest.raises(SpecError, match="lies beneath a file"):
         check_output(tmp_path / "file" / "a.json")
+    with pytest.raises(SpecError, match=r"new/deep/a\.json: no such folder .*new/deep: make it, or name another"):
+        check_output(tmp_path / "new" / "deep" / "a.json")
+    with pytest.raises(SpecError, match=r"^\. is a folder \(as an empty name is\): name a file"):
+        check_output(Path())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(
+        SpecError, match=r"/a\.json cannot be written \(Read-only file system\): name a file in another"
+    ):
+        check_output(tmp_path / "a.json")

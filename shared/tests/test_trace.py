@@ -106,13 +106,30 @@ def test_a_whole_last_line_without_its_newline_counts(tmp_path: Path) -> None:
         (["[]"], "schema None"),
         ([HEADER, EVENT[:-5], EVENT], "trace.jsonl:2: not a JSON line .*: the trace is damaged"),
         ([HEADER, EVENT[:-5]], "trace.jsonl:2: not a JSON line .*: the trace is damaged"),
-        ([HEADER, '{"trace_key": 0}'], "trace.jsonl:2: no trace event"),
-        ([HEADER, "[1, 2]"], "trace.jsonl:2: no trace event"),
-        ([HEADER, EVENT.replace("[1,3]", '["1","3"]')], "trace.jsonl:2: no trace event"),
-        ([HEADER, EVENT.replace("[1,3]", "[1,8]")], "not computed yet"),
-        ([HEADER, EVENT, EVENT.replace("8", "7")], "event at 7 comes after 8"),
+        ([HEADER, '{"trace_key": 0, "at_computed": 8}'], "trace.jsonl:2: no trace event: chosen is missing: record"),
+        ([HEADER, "[1, 2]"], r"trace.jsonl:2: no trace event: \[1, 2\] is no JSON object"),
+        ([HEADER, EVENT.replace("[1,3]", '["1","3"]')], r"jsonl:2: no trace event: chosen\[0\] is '1', not an integer"),
+        ([HEADER, EVENT.replace("[1,3]", "[1,-3]")], r"jsonl:2: .* chosen\[1\] is -3, not an integer of at least 0"),
+        ([HEADER, EVENT.replace("[1,3]", "[true,3]")], r"jsonl:2: no trace event: chosen\[0\] is True, not an integer"),
+        ([HEADER, EVENT.replace("[8,9]", "[8,9.5]")], r"jsonl:2: no trace event: died\[1\] is 9.5, not an integer"),
+        ([HEADER, EVENT.replace("[1,3]", "1")], "jsonl:2: no trace event: chosen is 1, not a list"),
+        ([HEADER, EVENT.replace('key":0', 'key":-1')], "jsonl:2: no trace event: trace_key is -1, not an integer"),
+        (
+            [HEADER, EVENT.replace('ted":8', 'ted":null')],
+            "jsonl:2: no trace event: at_computed is None, not an",
+        ),
+        ([HEADER, EVENT.replace("[1,3]", f"[{'9' * 5000},3]"), EVENT], "jsonl:2: not a JSON line"),
+        ([HEADER, EVENT.replace("[1,3]", "[1,8]")], "trace.jsonl:2: no trace event: .* not computed yet"),
+        ([HEADER, EVENT, EVENT.replace("8", "7")], "trace.jsonl:3: no trace event: .* event at 7 comes after 8"),
     ],
 )
 def test_a_damaged_trace_is_refused_by_file_and_line(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         VictimTrace.load(write(tmp_path / "trace.jsonl", *lines))
+
+
+def test_a_binary_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\x7fELF\x00\xff\xfe")
+    with pytest.raises(SpecError, match=r"trace\.jsonl: no text \(.* byte 0xff .*\): give a victim trace"):
+        VictimTrace.load(path)

@@ -1,6 +1,7 @@
 """The one command ``vtoken``. Its subcommands are the plugins of the entry-point group ``vtoken.commands``."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in arguments if not word.startswith("-")), "")
     label = f"vtoken {name}" if name in plugin_names(COMMANDS) else "vtoken"
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows "?" for what it lacks
     try:
-        return _run(arguments, name)
+        code = _run(arguments, name)
+        sys.stdout.flush()  # a reader that is gone is noticed here, not at exit
+        return code
     except SpecError as error:
         return _stop(f"{label}: {error}", USAGE)
     except ModuleNotFoundError as error:
@@ -59,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader is gone; without this the interpreter would fail once more while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich has done the same, and leaves by SystemExit(1)
+            return PIPE_CLOSED
+        raise
+    except MemoryError:
+        return _stop(f"{label}: out of memory: ask for smaller sizes", USAGE)
     except OSError as error:  # no such file, no room on the disk: the line says which
         return _stop(f"{label}: {first_line(error)}", USAGE)
 

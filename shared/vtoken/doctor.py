@@ -1,7 +1,6 @@
 """``vtoken doctor``: what is installed, which devices are there, which plugins load, and which extras are missing."""
 
 import argparse
-import json
 import platform
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 from vtoken.cli import Command
 from vtoken.errors import SpecError
 from vtoken.plugins import COMMANDS, EXECUTORS, POLICIES, load_plugins, missing_extra
+from vtoken.report import check_output, write_json
 
 __all__ = ["command", "examine"]
 
@@ -118,10 +118,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    check_output(arguments.json)
     record = examine()
     print(render(record))
     if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(arguments.json, record)
     return 0 if record["ok"] else 1
 
 

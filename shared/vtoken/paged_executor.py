@@ -83,7 +83,7 @@ class PagedExecutor:
     tables: TokenTable
 
     def _make_store(self, spec: KVSpec) -> KVStore:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks _make_store: return a KVStore of this shape from it")
 
     def allocate(self, spec: KVSpec) -> None:
         self.store = self._make_store(spec)

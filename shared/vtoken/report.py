@@ -1,5 +1,6 @@
 """What every written record shares: the environment it was made in, and files that appear whole or not at all."""
 
+import errno
 import json
 import os
 import platform
@@ -29,18 +30,34 @@ def environment() -> dict[str, Any]:
 
 
 def check_output(*paths: Path | None) -> None:
-    """Refuses outputs that cannot be written before long work is done for them; makes missing folders.
+    """Refuses outputs that cannot be written before long work is done for them; leaves everything as it is.
 
     Raises:
-        SpecError: the path is a folder, or lies beneath a file.
+        SpecError: the path is a folder, lies in none or beneath a file, or its folder takes no files.
     """
     for path in filter(None, paths):
-        if path.is_dir():
-            raise SpecError(f"{path} is a folder: name a file")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise SpecError(f"{path} lies beneath a file: name another folder") from None
+            _check_output(path)
+        except OSError as error:
+            raise SpecError(f"{path} cannot be written ({error.strerror}): name a file in another folder") from None
+
+
+def _check_output(path: Path) -> None:
+    if path.is_dir():
+        also = " (as an empty name is)" if path == Path() else ""
+        raise SpecError(f"{path} is a folder{also}: name a file")
+    if _is_special(path):  # to open a FIFO would wait for its reader
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return
+    target = Path(os.path.realpath(path))
+    if target.parent.exists() and not target.parent.is_dir():
+        raise SpecError(f"{path} lies beneath a file: name another folder")
+    if not target.parent.exists():
+        raise SpecError(f"{path}: no such folder {path.parent}: make it, or name another")
+    neighbour = _neighbour(target)
+    neighbour.touch()
+    neighbour.unlink()
 
 
 def write_json(path: Path, record: object) -> None:
@@ -49,13 +66,37 @@ def write_json(path: Path, record: object) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file through a neighbour that takes its name at the end, so that no reader sees half of it."""
-    neighbour = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes a file through a neighbour that takes its name at the end, so that no reader sees half of it.
+
+    Symlinks stay: what they point to is written. A FIFO or a device is written straight to.
+
+    Raises:
+        OSError: of the kind that the system raised; it names ``path``.
+    """
+    try:
+        if _is_special(path):
+            path.write_bytes(data)
+        else:
+            _replace(Path(os.path.realpath(path)), data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(target: Path, data: bytes) -> None:
+    neighbour = _neighbour(target)
     try:
         neighbour.write_bytes(data)
-        neighbour.replace(path)
+        neighbour.replace(target)
     finally:
         neighbour.unlink(missing_ok=True)
+
+
+def _neighbour(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}")
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def _version(package: str) -> str | None:

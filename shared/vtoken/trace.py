@@ -1,10 +1,12 @@
 """Victim traces: which tokens died when, recorded in one run and replayed in any other (SPEC K-4).
 
-JSONL, one object a line. The first is the header, ``{"schema": "vtoken/victims/1", ...}`` with free metadata; each
-other one is an event. Requests are named by ``trace_key``, the index of their submission, never by an engine's own id.
+JSONL, one object a line. The first is the header, ``{"schema": "vtoken/victims/1", ...}`` with free metadata, which no
+replay reads; each other one is an event. Requests are named by ``trace_key``, the index of their submission, never by
+an engine's own id.
 """
 
 import json
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -58,7 +60,7 @@ class VictimTrace:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Reads a trace. A torn last line (a run cut off) is reported in ``warnings``; any other fault raises."""
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = _read_text(path).split("\n")
         trace = cls()
         for number, line in enumerate(lines, start=1):
             if not line:
@@ -66,7 +68,7 @@ class VictimTrace:
             is_last = number == len(lines)  # a whole line ends in a newline, so that the last piece is empty
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
                 if not is_last or number == 1:
                     raise SpecError(f"{path}:{number}: not a JSON line ({error}): the trace is damaged") from None
                 trace.warnings.append(f"{path}:{number}: torn last line left out ({len(line)} characters)")
@@ -74,10 +76,16 @@ class VictimTrace:
             if number == 1:
                 trace.meta = _checked_header(path, record)
             else:
-                trace.add(_event(path, number, record))
+                trace._add_record(f"{path}:{number}", record)
         if not trace.meta:
             raise SpecError(f"{path}: empty; a trace begins with a header line")
         return trace
+
+    def _add_record(self, where: str, record: Any) -> None:
+        try:
+            self.add(_event(record))
+        except SpecError as error:
+            raise SpecError(f"{where}: no trace event: {error}: record the trace again") from None
 
     def save(self, path: Path) -> None:
         """Writes the whole trace."""
@@ -110,6 +118,13 @@ class TraceWriter:
         self._file.close()
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: no text ({error}): give a victim trace, a file of JSON lines") from None
+
+
 def _checked_header(path: Path, record: Any) -> dict[str, Any]:
     schema = record.get("schema") if isinstance(record, dict) else None
     if schema != SCHEMA:
@@ -117,11 +132,30 @@ def _checked_header(path: Path, record: Any) -> dict[str, Any]:
     return dict(record)
 
 
-def _event(path: Path, number: int, record: Any) -> TraceEvent:
-    try:
-        return TraceEvent(record["trace_key"], record["at_computed"], tuple(record["chosen"]), tuple(record["died"]))
-    except (KeyError, TypeError) as error:
-        raise SpecError(f"{path}:{number}: no trace event ({error!r}): record the trace again") from None
+def _event(record: Any) -> TraceEvent:
+    if not isinstance(record, dict):
+        raise SpecError(f"{reprlib.repr(record)} is no JSON object")
+    for key in ("trace_key", "at_computed", "chosen", "died"):
+        if key not in record:
+            raise SpecError(f"{key} is missing")
+    return TraceEvent(
+        _number("trace_key", record["trace_key"]),
+        _number("at_computed", record["at_computed"]),
+        _numbers("chosen", record["chosen"]),
+        _numbers("died", record["died"]),
+    )
+
+
+def _number(name: str, value: Any) -> int:
+    if type(value) is not int or value < 0:  # a bool is an int to isinstance
+        raise SpecError(f"{name} is {reprlib.repr(value)}, not an integer of at least 0")
+    return value
+
+
+def _numbers(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise SpecError(f"{name} is {reprlib.repr(values)}, not a list")
+    return tuple(_number(f"{name}[{index}]", value) for index, value in enumerate(values))
 
 
 def _in_order(events: Mapping[int, Iterable[TraceEvent]]) -> list[TraceEvent]:

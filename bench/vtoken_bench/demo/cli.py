@@ -49,6 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--out", type=Path, default=Path("results/demo"), metavar="FOLDER", help="for the results (%(default)s)"
     )
+    output.add_argument("--json", type=Path, metavar="FILE", help="also write report.json to FILE")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -19,13 +19,15 @@ DEFAULT_TOKENS = 2000
 
 
 def read_prompt(file: Path | None) -> tuple[str, str]:
-    """The prompt's name and text: a file's, or the built-in module's source. SpecError: missing, empty, or no text."""
+    """The prompt's name and text: a file's, or the built-in module's source. SpecError: not to be read, or no text."""
     if file is None:
         return f"{BUILT_IN.__name__}.py", _built_in_source()
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise SpecError(f"no such prompt file: {file}") from None
+    except OSError as error:
+        raise SpecError(f"prompt file {file} cannot be read ({error.strerror}): give a text file") from None
     except UnicodeDecodeError as error:
         raise SpecError(f"prompt file {file} is no UTF-8 text ({error.reason}): give a text file") from None
     if not text.strip():

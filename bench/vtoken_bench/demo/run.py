@@ -16,7 +16,7 @@ from vtoken.errors import SpecError
 from vtoken.executor import MAX_BLOCK_SIZE, Executor
 from vtoken.plugins import EXECUTORS, get_plugin, plugin_names
 from vtoken.policies import Signal, get_policy
-from vtoken.report import write_bytes, write_json
+from vtoken.report import check_output, write_bytes, write_json
 from vtoken_bench.demo.compare import Comparison, compare, num_replayed_steps
 from vtoken_bench.demo.output import staged
 from vtoken_bench.demo.plot import draw
@@ -25,6 +25,7 @@ from vtoken_bench.demo.recording import Recording
 from vtoken_bench.demo.report import Story, make_record, render_html
 from vtoken_bench.demo.show import print_text, print_verdict, results_table
 from vtoken_bench.models import LoadedModel, check_model_folder, load_model
+from vtoken_bench.progress import progress_bar
 
 __all__ = ["run_demo"]
 
@@ -42,6 +43,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     prompt, text = read_prompt(arguments.prompt_file)
     if arguments.model:
         check_model_folder(arguments.model)
+    check_output(arguments.json)
     names: Sequence[str] = list(dict.fromkeys(arguments.executor or DEFAULT_EXECUTORS))
     with staged(arguments.out) as staging:
         executors, missing = _executors(names, must_load=bool(arguments.executor))
@@ -52,6 +54,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
         story = _story(model, prompt, recording, missing, demo.seconds)
         record = make_record(comparison, recording, configs[0], story)
         _write(staging, record, comparison, recording)
+        if arguments.json:
+            write_json(arguments.json, record)
     _print(record, names, arguments.out)
     return 0 if comparison.same_bytes else 1
 
@@ -140,6 +144,9 @@ def _executors(names: Sequence[str], must_load: bool) -> tuple[dict[str, Executo
     executors: dict[str, Executor] = {}
     missing: dict[str, str] = {}
     for name in names:
+        if ":" in name:
+            known = ", ".join(plugin_names(EXECUTORS))
+            raise SpecError(f"--executor {name}: the demo takes registered executors alone ({known}): give a name")
         try:
             executors[name] = get_plugin(EXECUTORS, name)()
         except SpecError as error:
@@ -170,7 +177,7 @@ def _print(record: dict[str, Any], executors: Sequence[str], out: Path) -> None:
     if not console.is_terminal:
         console.width = 110
     print_text(console, record)
-    console.print(results_table(record, executors))
+    console.print(results_table(record, executors, console.width))
     print_verdict(console, record)
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in record["seconds"].items())
     console.print(f"Report: {out / 'report.html'} ({times})", highlight=False, soft_wrap=True)
@@ -178,4 +185,4 @@ def _print(record: dict[str, Any], executors: Sequence[str], out: Path) -> None:
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return progress_bar(*columns)

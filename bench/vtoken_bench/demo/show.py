@@ -12,33 +12,43 @@ from rich.text import Text
 __all__ = ["print_text", "print_verdict", "results_table"]
 
 _SHOWN_LINES = 8
+_WIDE = 96  # columns
 _FIGURES = {
     "held_blocks_end": "held\nblocks",
     "held_blocks_peak": "\npeak",
     "ideal_blocks_end": "\nideal",
     "num_moved_tokens": "tokens\ncopied",
     "num_recycled_tokens": "tokens\nrecycled",
+    "utilization_end": "utili-\nzation",
 }
+_FITTING = {
+    _WIDE: tuple(_FIGURES),
+    76: ("held_blocks_end", "ideal_blocks_end", "num_moved_tokens", "num_recycled_tokens"),
+    0: ("held_blocks_end", "num_moved_tokens"),
+}
+"""Figures from so many columns on, the widest first. The report has all of them."""
 
 
-def results_table(record: Mapping[str, Any], executors: Sequence[str]) -> Table:
-    """One row a policy and variant; a missing executor has a dash."""
-    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True)
-    table.add_column("\npolicy", no_wrap=True)
-    table.add_column("\nvariant", no_wrap=True)
-    for heading in _FIGURES.values():
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("utili-\nzation", justify="right", no_wrap=True)
+def results_table(record: Mapping[str, Any], executors: Sequence[str], width: int) -> Table:
+    """One row a policy and variant; a missing executor has a dash. A narrow ``width`` shows fewer figures."""
+    figures = next(names for least, names in _FITTING.items() if width >= least)
+    mark_heading = "same bytes?" if width >= _WIDE else "same?"
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, int(width >= _WIDE)), collapse_padding=True)
+    for key in ("policy", "variant"):
+        longest = max(len(row[key] or "-") for row in record["rows"])
+        table.add_column(f"\n{key}", no_wrap=True, min_width=max(longest, len(key)))
+    for figure in figures:
+        table.add_column(_FIGURES[figure], justify="right", overflow="fold")
     for name in executors:
-        table.add_column(f"same bytes?\n{name}" if name == executors[0] else f"\n{name}", no_wrap=True)
+        table.add_column(f"{mark_heading if name == executors[0] else ''}\n{name}", no_wrap=True)
     previous = None
     for row in record["rows"]:
         if previous is not None and row["policy"] != previous["policy"]:
             table.add_section()
         previous = row
-        figures = [f"{row[figure]:,}" for figure in _FIGURES]
+        cells = [f"{row[figure]:.0%}" if figure == "utilization_end" else f"{row[figure]:,}" for figure in figures]
         marks = [_mark(row["executors"].get(name)) for name in executors]
-        table.add_row(row["policy"] or "-", row["variant"], *figures, f"{row['utilization_end']:.0%}", *marks)
+        table.add_row(row["policy"] or "-", row["variant"], *cells, *marks)
     return table
 
 

@@ -15,7 +15,7 @@ from vtoken_bench.simulation.no_store import CapacityExecutor
 
 __all__ = ["Engine", "Run", "Sample", "Workload"]
 
-_PROGRESS_EVERY = 256  # passes
+_PROGRESS_EVERY = 16  # passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ class Engine:
         run = Run(counters=self.scheduler.counters)
         num_passes = self.workload.output + len(self._waiting) * cdiv(self.workload.prompt, self.workload.chunk)
         while not run.refusal and (self._waiting or self._computed):
-            self._pass(run)
             if on_progress and len(run.samples) % _PROGRESS_EVERY == 0:
                 on_progress(len(run.samples) / num_passes)
+            self._pass(run)
         pool = self.executor.pool
         if run.fits and pool.num_free != pool.num_blocks - 1:
             raise InvariantError(

@@ -28,12 +28,16 @@ _FIGURES = {
 _NUM_POINTS = 10
 _NUM_CURVE_POINTS = 256
 _BAR_WIDTH = 40
-_SPARKS = "▁▂▃▄▅▆▇█"
+_CURVE_FIGURES_WIDTH = 30  # of the three columns before the bar
+_SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
+_BARS, _ASCII_BARS = ("█", "▒"), ("#", "+")
 _SPARK_WIDTH = 9
+_NARROW = 78  # columns
 
 
 def print_summary(console: Console, outcomes: Mapping[str, Outcome], workload: Workload) -> None:
-    """One row for each variant: a request alone, and the pool's last word."""
+    """One row for each variant: a request alone, and the pool's last word. Narrow terminals go without sparklines."""
+    is_narrow = console.width < _NARROW
     evicted = outcomes["vtoken"].alone.counters.num_evicted_tokens
     table = Table(
         title=f"one request alone ({evicted:,} of {workload.total:,} tokens evicted), and a pool of "
@@ -41,33 +45,35 @@ def print_summary(console: Console, outcomes: Mapping[str, Outcome], workload: W
         title_justify="left",
         box=SIMPLE,
         pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=(0, 0 if is_narrow else 1, 0, 0),
     )
-    table.add_column("\nvariant", no_wrap=True)
-    table.add_column("held over\ntime", no_wrap=True)
-    for heading in _FIGURES.values():
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("copies\neach", justify="right", no_wrap=True)
+    table.add_column("\nvariant", no_wrap=True, min_width=max(map(len, outcomes)))
+    if not is_narrow:
+        table.add_column("held over\ntime", no_wrap=True)
+    for heading in (*_FIGURES.values(), "copies\neach"):
+        table.add_column(heading, justify="right", overflow="fold")
     top = max(outcome.alone.peak_blocks for outcome in outcomes.values())
     for name, outcome in outcomes.items():
         row = _row(name, outcome)
         together = row["together"]
         copies = f"{together['copies_per_request']:,.0f}" if together else "-"
-        spark = _sparkline(outcome.alone, top)
-        table.add_row(name, spark, *(f"{row[figure]:,}" for figure in _FIGURES), copies)
+        sparks = [] if is_narrow else [_sparkline(console, outcome.alone, top)]
+        table.add_row(name, *sparks, *(f"{row[figure]:,}" for figure in _FIGURES), copies)
     console.print(table)
 
 
 def print_curve(console: Console, name: str, outcome: Outcome, native: Outcome) -> None:
     """Held blocks of one request alone at some ten points, beside the ideal; the bar's full width is native's peak."""
     table = Table(title=f"{name}: held blocks of one request alone", title_justify="left", box=SIMPLE, pad_edge=False)
+    full, hollow = _ASCII_BARS if console.options.ascii_only else _BARS
     for heading in ("tokens", "held", "ideal"):
-        table.add_column(heading, justify="right")
-    table.add_column(f"█ ideal  ▒ beyond it  (width: native's {native.alone.peak_blocks:,})")
-    scale = _BAR_WIDTH / native.alone.peak_blocks
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(f"{full} ideal  {hollow} beyond it  (width: native's {native.alone.peak_blocks:,})")
+    bar_width = min(_BAR_WIDTH, max(1, console.width - _CURVE_FIGURES_WIDTH))
+    scale = bar_width / native.alone.peak_blocks
     for sample in _thinned(outcome.alone.samples, _NUM_POINTS):
         ideal, held = round(sample.ideal_blocks * scale), round(sample.held_blocks * scale)
-        bar = "█" * ideal + "▒" * (held - ideal)
+        bar = full * ideal + hollow * (held - ideal)
         table.add_row(f"{sample.computed_tokens:,}", f"{sample.held_blocks:,}", f"{sample.ideal_blocks:,}", bar)
     console.print(table)
 
@@ -149,6 +155,7 @@ def _series(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     }
 
 
-def _sparkline(run: Run, top: int) -> str:
+def _sparkline(console: Console, run: Run, top: int) -> str:
+    sparks = _ASCII_SPARKS if console.options.ascii_only else _SPARKS
     heights = (sample.held_blocks / top for sample in _thinned(run.samples, _SPARK_WIDTH))
-    return "".join(_SPARKS[min(len(_SPARKS) - 1, int(height * len(_SPARKS)))] for height in heights)
+    return "".join(sparks[min(len(sparks) - 1, int(height * len(sparks)))] for height in heights)

@@ -19,6 +19,9 @@ __all__ = ["VARIANTS", "Outcome", "Study", "variant_configs"]
 VARIANTS = ("native", "naive", "lazy", "fill", "vtoken")
 """Nothing evicted; dead blocks freed; lazy evacuation; packed by ``fill`` alone; eager mode (fill and recycle)."""
 
+_MAX_REQUESTS, _MAX_TOKENS = 1_000, 1_000_000
+"""Of one run. All runs of a study together take some 0.3 ms for each such token: minutes at the limit."""
+
 OnProgress: TypeAlias = Callable[[str, float], None]
 """(what runs, share of it that is done)."""
 
@@ -60,12 +63,26 @@ class Study:
         self._recorded: set[int] = set()
         policy = get_policy(config.policy)
         self._policy = policy
+        self._refuse_vast_pool()
+        self._refuse_small_pool()
         self._scores = (
             SyntheticScores(policy.mass_need(config), workload.total, config.seed)
             if Signal.ATTENTION_MASS in policy.signals
             else None
         )
-        self._refuse_small_pool()
+
+    def _refuse_vast_pool(self) -> None:
+        """Refuses what would take hours, or more memory than there is, before anything is sized by it."""
+        workload = self.workload
+        kept = max(1, self.configs["vtoken"].budget_tokens(workload.total))
+        num_requests = workload.pool_blocks // cdiv(kept, workload.block_size)
+        limit = min(_MAX_REQUESTS, _MAX_TOKENS // workload.total)
+        if num_requests > limit:
+            raise SpecError(
+                f"pool_blocks={workload.pool_blocks}: some {num_requests:,} requests of {workload.total:,} tokens "
+                f"would fit, and this simulation goes to {_MAX_REQUESTS:,} requests and {_MAX_TOKENS:,} tokens in all: "
+                f"give fewer blocks, or scale requests and pool down alike"
+            )
 
     def _refuse_small_pool(self) -> None:
         engine = Engine(self.configs["vtoken"], self.workload, TraceVictims(self._trace), [0])
@@ -97,16 +114,23 @@ class Study:
         return self._run(name, self.configs[name], self.workload, num_requests)
 
     def _searched(self, name: str, alone: Run) -> Outcome:
-        """Starts from what the lone request's peak promises, and goes up while it fits, else down."""
+        """Starts from what the lone request's peak promises, strides up or down from there, and halves what is left."""
         best, best_run, refusal = 0, None, ""
-        num_requests = max(1, self.workload.pool_blocks // alone.peak_blocks)
-        while num_requests > best and not (refusal and best):
+        refused: int | None = None
+        num_requests, stride = max(1, self.workload.pool_blocks // alone.peak_blocks), 1
+        while refused is None or refused > best + 1:
             run = self.together(name, num_requests)
             if run.fits:
                 best, best_run = num_requests, run
             else:
-                refusal = run.refusal
-            num_requests += 1 if run.fits else -1
+                refused, refusal = num_requests, run.refusal
+            if refused is None:
+                num_requests = best + stride
+            elif best_run is None:
+                num_requests = max(1, refused - stride)
+            else:
+                num_requests = (best + refused) // 2
+            stride *= 2
         return Outcome(alone, best, best_run, refusal)
 
     def _run(self, name: str, config: VTokenConfig, workload: Workload, num_requests: int) -> Run:
@@ -132,5 +156,5 @@ class Study:
 
     def _ample_pool(self) -> Workload:
         """Room for one request that evicts nothing, twice: lazy mode needs headroom and targets."""
-        whole = cdiv(self.workload.total + self.workload.chunk, self.workload.block_size)
+        whole = cdiv(self.workload.total + min(self.workload.chunk, self.workload.prompt), self.workload.block_size)
         return replace(self.workload, pool_blocks=2 * whole + 1)

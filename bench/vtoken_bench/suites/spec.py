@@ -51,14 +51,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(num_requests: int, repeats: int) -> "list[Row]":
-    from rich.console import Console
-    from rich.progress import Progress
-
+    from vtoken_bench.progress import progress_bar
     from vtoken_bench.record import Row
     from vtoken_bench.spec_costs import MEMORY_BOUND_BYTES, bytes_per_token, costs
     from vtoken_bench.timing import Spread, interleaved
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("builds requests", total=repeats + 1)
         num_bytes = bytes_per_token(num_requests)
         todo = costs(num_requests)

@@ -1,6 +1,6 @@
 """Broken executors, one fault each, and the case that catches it: the proof that the suite can fail.
 
-``vtoken conformance --executor vtoken_conformance.mutants:MUTANTS.WrongSlot`` shows one at work.
+``vtoken conformance --executor vtoken_conformance.mutants.executors:EarlyFree`` shows one at work.
 """
 
 from vtoken_conformance.mutants.executors import EXECUTOR_MUTANTS
