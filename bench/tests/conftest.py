@@ -1,6 +1,7 @@
-"""A tiny Llama for the tests that run a model, and a made-up recording for those that need none."""
+"""A tiny Llama for the tests that run a model, SmolLM2, and a made-up recording and record for those that run none."""
 
 from collections.abc import Callable
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -8,45 +9,76 @@ import numpy as np
 import pytest
 
 from vtoken_bench.demo.recording import KEPT_ROWS, Recording, Step
-
-NUM_QUERY_HEADS = 4
+from vtoken_bench.models import PACKAGE
+from vtoken_bench.pressure import Load, Outcome, setups
+from vtoken_bench.pressure_report import make_record
+from vtoken_bench.tiny_model import NUM_QUERY_HEADS, write_tiny_model
+from vtoken_bench.tiny_model import tiny_llama as make_tiny_llama
 
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Any:
     """Two layers, four query heads, two KV heads of 8, random weights, float32."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=NUM_QUERY_HEADS,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.5,  # small weights would make every attention uniform, and every token the same
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return make_tiny_llama(head_size=8, max_positions=256)
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama as a model folder; its tokens are bytes."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    byte_level = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    byte_level.decoder = tokenizers.decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    tiny_llama.save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level).save_pretrained(folder)
+    write_tiny_model(folder, tiny_llama)
     return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with heads of 32, the least that vLLM's attention for CPUs takes."""
+    pytest.importorskip("torch").set_num_threads(1)
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("models") / "tiny-vllm-llama"
+    write_tiny_model(folder, make_tiny_llama(max_positions=1024))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def need_smollm2() -> Callable[..., None]:
+    """Skips the test unless SmolLM2-135M can be loaded, and these packages too; nothing is imported for it."""
+
+    def need(*packages: str) -> None:
+        needed = ("torch", "transformers", "gguf", "accelerate", *packages)
+        missing = [name for name in needed if util.find_spec(name) is None]
+        try:
+            metadata.distribution(PACKAGE)
+        except metadata.PackageNotFoundError:
+            missing.append(PACKAGE)
+        if missing:
+            pytest.skip(f"not installed: {', '.join(missing)}")
+
+    return need
+
+
+@pytest.fixture
+def pressure_record() -> dict[str, Any]:
+    """Made up: two rounds of ``streaming_llm`` on a quick machine, so that the figures are wide."""
+    steps = {"native": 2800, "naive": 2100, "vtoken": 1400}
+    rounds = {
+        setup: [_outcome(steps[setup.variant], seconds) for seconds in (1.0, 1.1)]
+        for setup in setups(["streaming_llm"])
+    }
+    return make_record("tiny [bold]", Load(((1,) * 512,) * 16, 256, 32, 100, 512, 191, 16), rounds)
+
+
+def _outcome(num_steps: int, seconds: float) -> Outcome:
+    tokens_per_s = 5_000_000 / num_steps / seconds
+    latency = {"p50": 100 * seconds, "p95": 150 * seconds, "p99": 160 * seconds}
+    running = 10_000 / num_steps
+    return Outcome(
+        *(num_steps, running, round(running) + 1, 12, tokens_per_s, tokens_per_s / 2, latency),
+        *(123_456, 45_678, 3_000, 0, ((1, 2),) * 16),
+    )
 
 
 @pytest.fixture(scope="session")

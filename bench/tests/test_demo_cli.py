@@ -28,8 +28,9 @@ def demo(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*more: str) -> int:
         small = ["--model", str(tiny_folder), "--prompt-tokens", "60", "--tokens", "20", "--block-size", "4"]
+        small += ["--chunk", "32", "--interval", "8", "--executor", "reference", "--no-serving"]
         try:
-            return main(["demo", *small, "--chunk", "32", "--interval", "8", "--executor", "reference", *more])
+            return main(["demo", *small, *more])
         except SystemExit as stop:
             return int(stop.code or 0)
 
@@ -54,6 +55,28 @@ def test_a_run_writes_its_files_and_prints_table_text_and_verdict(
     assert "Same bytes: 10 replays agree" in out
     assert "results/demo/report.html" in out
     assert all(f"{row['policy'] or '-'} " in out and str(row["held_blocks_end"]) in out for row in record["rows"])
+
+
+def test_the_comparison_inside_vllm_comes_first_and_a_block_leaked_there_fails_the_demo(
+    tiny_folder: Path,
+    tmp_path: Path,
+    pressure_record: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo_run, "pressure_record", lambda _: pressure_record)
+    small = f"demo --model {tiny_folder} --prompt-tokens 20 --tokens 4 --executor reference --policy random".split()
+    assert main([*small, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+
+    assert out.startswith("Inside vLLM: 16 requests of 512 + 256 tokens to tiny [bold], a pool of 100 blocks of 32")
+    order = ["2,800", pressure_record["about_naive"], "Every block is back", "tiny-llama goes on with", "Same bytes:"]
+    assert sorted(order, key=out.index) == order
+    assert json.loads((tmp_path / "report.json").read_text())["serving"] == pressure_record
+
+    pressure_record["summary"]["leaked_blocks"] = 1
+    assert main([*small, "--out", str(tmp_path)]) == 1
+    assert "1 blocks leaked." in capsys.readouterr().out
 
 
 def test_all_executors_and_other_policies_on_a_file(demo: Callable[..., int], tmp_path: Path) -> None:
@@ -92,7 +115,7 @@ def test_an_executor_that_is_not_installed_is_shown_as_missing(
         return get_plugin(group, name)
 
     monkeypatch.setattr(demo_run, "get_plugin", only_reference)
-    assert main(f"demo --model {tiny_folder} --prompt-tokens 20 --tokens 4 --policy random".split()) == 0
+    assert main(f"demo --no-serving --model {tiny_folder} --prompt-tokens 20 --tokens 4 --policy random".split()) == 0
     out = capsys.readouterr().out
 
     assert "jax is missing: executor 'jax' does not load: no jax here" in out
@@ -159,7 +182,8 @@ def test_an_interrupt_while_the_model_runs_is_one_word_and_leaves_nothing(tiny_f
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return step(self, *args)\n"
         "module._Run._step = interrupted\n"
-        f"sys.exit(main(['demo', '--model', {str(tiny_folder)!r}, '--prompt-tokens', '60', '--tokens', '20']))\n"
+        f"small = ['--model', {str(tiny_folder)!r}, '--prompt-tokens', '60', '--tokens', '20', '--no-serving']\n"
+        "sys.exit(main(['demo', *small]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -181,7 +205,7 @@ def test_the_help_names_the_exit_codes_and_every_option(capsys: pytest.CaptureFi
         main(["demo", "--help"])
     shown = capsys.readouterr().out
 
-    assert "Exit codes: 0 same bytes, 1 a difference, 2 bad usage" in shown
+    assert "exit codes: 0 same bytes, 1 a difference or a leaked block, 2 bad usage" in shown
     for option in (
         "--model",
         "--prompt-file",

@@ -1,6 +1,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -145,3 +146,21 @@ def test_the_picture_takes_the_pages_colour_and_has_a_panel_for_each_policy(
 def test_the_same_comparison_is_drawn_alike(comparison: Comparison, recording: Recording) -> None:
     assert draw(comparison, recording, "svg") == draw(comparison, recording, "svg")
     assert draw(comparison, recording, "png").startswith(b"\x89PNG")
+
+
+def test_the_page_shows_what_vllm_served(
+    comparison: Comparison, recording: Recording, pressure_record: dict[str, Any]
+) -> None:
+    story = replace(STORY, serving=pressure_record)
+
+    page = render_html(make_record(comparison, recording, CONFIGS[0], story), comparison, recording)
+
+    assert "Inside vLLM" in page
+    assert all(f"<td>{cell}</td>" in page for cell in ("2,800", "7.1", "123,456", "1704.5", "105.0"))
+    assert "As to naive: " + pressure_record["about_naive"].replace("'", "&#39;") in page
+
+
+def test_without_vllm_the_page_says_nothing_of_it(
+    record: dict[str, Any], comparison: Comparison, recording: Recording
+) -> None:
+    assert "Inside vLLM" not in render_html(record, comparison, recording)

@@ -3,6 +3,7 @@
 import argparse
 
 from vtoken.cli import Command
+from vtoken.help_text import HelpFormatter
 from vtoken_bench.suites import suites
 
 __all__ = ["command"]
@@ -16,7 +17,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             help=suite.help,
             description=suite.description or suite.help,
             epilog=suite.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         suite.add_arguments(subparser)
         subparser.set_defaults(run_suite=suite.run)

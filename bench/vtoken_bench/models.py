@@ -1,4 +1,4 @@
-"""The real model: SmolLM2-135M from its PyPI package, or any other Llama-family folder (DESIGN §10)."""
+"""The real model: SmolLM2-135M from its PyPI package, or any other Llama-family folder."""
 
 import json
 import os

@@ -91,8 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _study(config: VTokenConfig, workload: "Workload") -> "dict[str, Outcome]":
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-    from vtoken_bench.progress import progress_bar
     from vtoken_bench.simulation.study import Study
+    from vtoken_conformance.progress import progress_bar
 
     with progress_bar(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task("starts", total=1.0)

@@ -1,4 +1,4 @@
-"""Costs of the spec in pure Python (DESIGN §8): tables, planners and the manager's check, with no executor.
+"""Costs of the spec in pure Python: tables, planners and the manager's check, with no executor.
 
 The world: requests of one length that share a pool, every second token dead at random, nothing reclaimed yet.
 """
@@ -21,7 +21,7 @@ from vtoken_bench.timing import cpu_us
 
 __all__ = ["MEMORY_BOUND_BYTES", "Cost", "Wear", "World", "bytes_per_token", "check_us", "costs", "plan_us"]
 
-MEMORY_BOUND_BYTES = 16  # a token, DESIGN §3
+MEMORY_BOUND_BYTES = 16  # a token, SPEC T-7
 
 _BLOCK_SIZE = 16
 _CHECK_LENGTHS = (1024, 16384, 131072)
@@ -31,7 +31,7 @@ _SWEEPS = 10  # a sweep of checks alone is too short for the clock
 
 
 class Cost(NamedTuple):
-    """One thing to measure: name, bound in microseconds (DESIGN §8), parameters, and the measurement."""
+    """One thing to measure: name, bound in microseconds, parameters, and the measurement."""
 
     name: str
     bound_us: float

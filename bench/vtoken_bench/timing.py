@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import thread_time_ns
+from typing import Self
 
 from vtoken.errors import SpecError
 
@@ -18,6 +19,11 @@ class Spread:
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Of at least one value."""
+        return cls(median(values), min(values), max(values))
 
 
 def cpu_us(work: Callable[[], object]) -> float:
@@ -49,4 +55,4 @@ def interleaved(
     finally:
         if was_enabled:
             gc.enable()
-    return [Spread(median(figures), min(figures), max(figures)) for figures in zip(*rounds[1:], strict=True)]
+    return [Spread.of(figures) for figures in zip(*rounds[1:], strict=True)]

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from vtoken.reference import ReferenceExecutor
-from vtoken_conformance.generate import NUM_STEPS, generate
+from vtoken_conformance.generate import CROWD_NAMES, NUM_STEPS, generate, generate_crowd
 from vtoken_conformance.run import ProgramJob, run_job
 from vtoken_conformance.shapes import SPECS
 
@@ -56,6 +56,17 @@ def test_programs_launch_plans_that_move_share_and_wait():
 def test_every_executor_passes_random_programs(any_executor):
     failures = [run_job(ProgramJob(program), any_executor.name, any_executor)[1] for program in PROGRAMS]
     assert [failure for failure in failures if failure] == []
+
+
+@pytest.mark.parametrize("name", CROWD_NAMES)
+def test_every_executor_passes_a_program_of_64_requests(any_executor, name):
+    program = generate_crowd(name)
+    done = Counter(step.op for step in program.steps if step.error is None)
+    assert program.spec.block_size == int(name.removeprefix("crowd/"))
+    assert done["admit"] >= 64
+    assert done["fork"]
+    assert min(done[op] for op in ("kill", "recycle", "launch")) >= 5
+    assert run_job(ProgramJob(program), any_executor.name, any_executor)[1] is None
 
 
 @pytest.mark.parametrize("seed", [0, 17, 33])

@@ -15,7 +15,10 @@ def names(patterns, num_seeds=3):
 
 
 def test_without_a_pattern_all_cases_and_seeds_run():
-    assert names([]) == [case.name for case in CASES] + ["random/0", "random/1", "random/2"]
+    assert names([]) == [
+        *(case.name for case in CASES),
+        *("crowd/16", "crowd/32", "random/0", "random/1", "random/2"),
+    ]
 
 
 def test_patterns_choose_among_cases_and_seeds():
@@ -40,7 +43,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest():
         SpecError, match="matches nothing: nearest are recycle/recycling_follows_the_order_of_the_queue"
     ):
         names(["recycle/recycling_folows_the_order"])
-    with pytest.raises(SpecError, match=r"matches nothing: chapters are attention, fingerprint, .*, random, "):
+    with pytest.raises(SpecError, match=r"matches nothing: chapters are attention, crowd, fingerprint, .*, random, "):
         names(["zzz"])
 
 

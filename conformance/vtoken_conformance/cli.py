@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,12 @@ from vtoken.report import check_output, write_json
 
 if TYPE_CHECKING:
     from vtoken_conformance.run import Failure, Job, Row
+    from vtoken_conformance.vllm_job import VllmJob
 
 __all__ = ["command"]
 
 DEFAULT_SEEDS = 50
+_VLLM = "vllm"
 
 _DESCRIPTION = """\
 Drives executors through the same programs and compares what each shows in its own arrays with a brute-force model
@@ -28,6 +30,7 @@ examples:
   vtoken conformance --executor torch --executor jax --seeds 1000   two executors, a thousand random programs
   vtoken conformance --case 'recycle/*' --case random/17            one chapter, and one random program
   vtoken conformance --executor my_package.executor:MyExecutor      an executor of your own
+  vtoken conformance --executor vllm                                a real vLLM; its runs replayed on the executors
 exit codes: 0 all passed, 1 a case failed, 2 bad usage, as an executor that cannot be made or lacks a method"""
 
 
@@ -36,7 +39,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--executor",
         action="append",
         metavar="NAME",
-        help="an installed executor, or MODULE:CLASS, in the current directory too; may be repeated (default: all)",
+        help="an installed executor, or MODULE:CLASS, in the current directory too, or vllm; may be repeated "
+        "(default: all but vllm)",
     )
     parser.add_argument(
         "--seeds",
@@ -73,25 +77,42 @@ def _run(arguments: argparse.Namespace) -> int:
         raise SpecError(f"--seeds {arguments.seeds}: give 0 or more")
     check_output(arguments.json)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tiny arrays, threads cost more than they give
-    jobs = _select_jobs(arguments)
-    executors = _load_executors(arguments.executor)
-    rows, failures = _run_with_progress(jobs, executors)
+    vllm_jobs, patterns = _select_vllm_jobs(arguments)
+    names = None if arguments.executor is None else [name for name in arguments.executor if name != _VLLM]
+    is_vllm_alone = names == [] and not patterns and not arguments.trace
+    jobs = [] if is_vllm_alone else _select_jobs(arguments, patterns)
+    executors = _load_executors(names or None)
+    rows, failures = _run_with_progress(vllm_jobs, jobs, executors)
     return _report(rows, failures, arguments.json)
 
 
-def _select_jobs(arguments: argparse.Namespace) -> "list[Job]":
+def _select_vllm_jobs(arguments: argparse.Namespace) -> "tuple[list[VllmJob], list[str]]":
+    """Runs of vLLM, where it is asked for, and the patterns that name other cases."""
+    from vtoken_conformance.vllm_engine import prepare
+    from vtoken_conformance.vllm_job import check_installed, select_vllm_jobs
+
+    if _VLLM not in (arguments.executor or ()):
+        return [], arguments.case
+    check_installed()
+    prepare()
+    return select_vllm_jobs(arguments.case)
+
+
+def _select_jobs(arguments: argparse.Namespace, patterns: list[str]) -> "list[Job]":
     from vtoken_conformance.case import load_cases
     from vtoken_conformance.replay import load_trace_jobs
     from vtoken_conformance.run import select_jobs
 
+    if arguments.case and not patterns:
+        return []  # all of them name runs of vLLM
     jobs: list[Job] = []
     for path in arguments.trace:
         trace_jobs = load_trace_jobs(path)
         jobs += trace_jobs
         for warning in trace_jobs[0].trace.warnings:
             print(f"vtoken conformance: {warning}", file=sys.stderr)
-    if arguments.case or not arguments.trace:
-        jobs += select_jobs(load_cases(), arguments.case, arguments.seeds)
+    if patterns or not arguments.trace:
+        jobs += select_jobs(load_cases(), patterns, arguments.seeds)
     return jobs
 
 
@@ -104,21 +125,37 @@ def _load_executors(names: list[str] | None) -> dict[str, Callable[[], Any]]:
     return executors
 
 
-def _run_with_progress(jobs: "list[Job]", executors: dict[str, Callable[[], Any]]) -> "tuple[list[Row], list[Failure]]":
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def _run_with_progress(
+    vllm_jobs: "list[VllmJob]", jobs: "list[Job]", executors: dict[str, Callable[[], Any]]
+) -> "tuple[list[Row], list[Failure]]":
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    from vtoken_conformance.run import run_all
+    from vtoken_conformance.progress import progress_bar
 
     rows, failures = [], []
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(jobs) * len(executors))
-        for row, failure in run_all(jobs, executors):
+    with progress_bar(*columns) as progress:
+        task = progress.add_task("", total=len(vllm_jobs) + (len(vllm_jobs) + len(jobs)) * len(executors))
+        for row, failure in _run_all(vllm_jobs, jobs, executors):
             rows.append(row)
             failures += [failure] if failure else []
             progress.update(task, advance=1, description=row.executor)
     return rows, failures
+
+
+def _run_all(
+    vllm_jobs: "list[VllmJob]", jobs: "list[Job]", executors: dict[str, Callable[[], Any]]
+) -> "Iterator[tuple[Row, Failure | None]]":
+    """vLLM's runs first; those that hold are replayed with the other jobs."""
+    from vtoken_conformance.run import run_all
+    from vtoken_conformance.vllm_job import run_on_vllm
+
+    sound: list[Job] = []
+    for job in vllm_jobs:
+        row, failure = run_on_vllm(job)
+        sound += [] if failure else [job]
+        yield row, failure
+    yield from run_all([*sound, *jobs], executors)
 
 
 def _report(rows: "list[Row]", failures: "list[Failure]", json_path: Path | None) -> int:

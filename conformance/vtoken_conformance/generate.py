@@ -14,13 +14,16 @@ from vtoken_conformance.bits import Bits, is_special
 from vtoken_conformance.model import Model
 from vtoken_conformance.planning import PLANNERS, expected_change
 from vtoken_conformance.program import Program, Step
-from vtoken_conformance.shapes import MAX_REQS, SPECS
+from vtoken_conformance.shapes import CROWDS, MAX_REQS, SPECS
 from vtoken_conformance.state import Change, Refusal, Request
 
-__all__ = ["NAME_PREFIX", "generate"]
+__all__ = ["CROWD_NAMES", "NAME_PREFIX", "generate", "generate_crowd"]
 
 NAME_PREFIX = "random/"
+CROWD_NAMES = tuple(f"crowd/{block_size}" for block_size in CROWDS)
 NUM_STEPS = 44
+_NUM_CROWD_STEPS = 150
+_NUM_CROWD_CHECKS = 6  # each reads all requests back
 _WEIGHTS = {
     "admit": 3,
     "append": 11,
@@ -59,6 +62,28 @@ def generate(seed: int) -> Program:
     )
 
 
+def generate_crowd(name: str) -> Program:
+    """64 requests at once, named after its block size: all are admitted and written first, then anything happens."""
+    block_size = int(name.rpartition("/")[2])
+    rng = Random(block_size)
+    writer = _Writer(rng, CROWDS[block_size])
+    while len(writer.model.requests) < len(writer.names):
+        writer.admit()
+    for req_id in list(writer.model.requests):
+        writer.append_to(req_id, rng.randint(1, 2 * block_size))
+    while len(writer.steps) < 2 * len(writer.names) + _NUM_CROWD_STEPS:
+        getattr(writer, rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0])()
+    return Program(
+        name=name,
+        spec=writer.model.spec,
+        steps=tuple(writer.steps),
+        bits="special",
+        seed=block_size,
+        description="a random legal program of 64 requests",
+        check_every=len(writer.steps) // _NUM_CROWD_CHECKS,
+    )
+
+
 class _Writer:
     """Each method appends one kind of step, or nothing where none is possible now."""
 
@@ -66,11 +91,13 @@ class _Writer:
         self.rng = rng
         self.model = Model(spec)
         self.steps: list[Step] = []
+        num_reqs = spec.max_num_reqs
+        self.names = [*"abcd"[:num_reqs]] if num_reqs <= MAX_REQS else [f"r{number}" for number in range(num_reqs)]
         self.admit()
 
     def admit(self) -> None:
-        absent = [name for name in "abcd"[:MAX_REQS] if name not in self.model.requests]
-        if absent and len(self.model.requests) < MAX_REQS:
+        absent = [name for name in self.names if name not in self.model.requests]
+        if absent:
             self._call("admit", req=self.rng.choice(absent))
 
     def append(self) -> None:
@@ -132,7 +159,7 @@ class _Writer:
 
     def fork(self) -> None:
         size = self.model.spec.block_size
-        absent = [name for name in "abcd"[:MAX_REQS] if name not in self.model.requests]
+        absent = [name for name in self.names if name not in self.model.requests]
         parents = [(name, self._prefix_blocks(request)) for name, request in self.model.requests.items()]
         parents = [(name, count) for name, count in parents if count]
         if absent and parents:
@@ -178,7 +205,10 @@ class _Writer:
 
     def _append(self, num_tokens: int) -> None:
         if (req_id := self._some_request()) is not None:
-            self._call("append", req=req_id, tokens=num_tokens)
+            self.append_to(req_id, num_tokens)
+
+    def append_to(self, req_id: ReqId, num_tokens: int) -> None:
+        self._call("append", req=req_id, tokens=num_tokens)
 
     def _victims(self, op: str, req_id: ReqId, pool: list[int]) -> None:
         if pool:

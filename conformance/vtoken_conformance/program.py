@@ -34,7 +34,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What to run. ``rule`` is the SPEC rule that it shows, ``expect`` what the end looks like."""
+    """What to run. ``rule`` is the SPEC rule that it shows, ``expect`` what the end looks like.
+
+    ``check_every`` is ``CheckedExecutor``'s.
+    """
 
     name: str
     spec: KVSpec
@@ -44,6 +47,7 @@ class Program:
     rule: str = "SPEC"
     description: str = ""
     expect: Mapping[str, Any] = field(default_factory=dict)
+    check_every: int = 1
 
 
 class ProgramRun:
@@ -73,6 +77,10 @@ class ProgramRun:
             "attend": self._attend,
             "expect": lambda **expected: compare_expectation(expected, executor, program.rule),
         }
+
+    @property
+    def fingerprint_so_far(self) -> str:
+        return self.executor.fingerprint_so_far
 
     def run(self) -> None:
         """All steps, then the expected end. Raises Mismatch at the first difference."""

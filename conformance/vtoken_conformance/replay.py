@@ -80,6 +80,10 @@ class TraceRun:
         num_tokens = sum(self._ends.values())
         self.executor = CheckedExecutor(executor, check_every=cdiv(num_tokens, NUM_FULL_CHECKS))
 
+    @property
+    def fingerprint_so_far(self) -> str:
+        return self.executor.fingerprint_so_far
+
     def run(self) -> None:
         config, regime = _VARIANTS[self.job.variant]
         self.executor.allocate(self._spec(regime))

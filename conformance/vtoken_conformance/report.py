@@ -35,7 +35,7 @@ def make_record(rows: Sequence[Row], failures: Sequence[Failure]) -> dict[str, A
 
 
 def print_summary(rows: Sequence[Row], console: Console) -> None:
-    """One line a chapter, one column an executor: passed of all."""
+    """One line a chapter, one column an executor: passed of all; a dash where the chapter does not run on it."""
     executors = list(dict.fromkeys(row.executor for row in rows))
     table = Table()
     table.add_column("cases passed")
@@ -70,5 +70,7 @@ def print_failures(failures: Sequence[Failure], console: Console) -> None:
 
 def _passed(rows: Sequence[Row], executor: str) -> str:
     mine = [row for row in rows if row.executor == executor]
+    if not mine:
+        return "-"
     passed = sum(row.status == "passed" for row in mine)
     return f"{passed} of {len(mine)}" if passed == len(mine) else f"[bold red]{passed} of {len(mine)}[/]"

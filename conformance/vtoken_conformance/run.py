@@ -13,11 +13,11 @@ from typing import Literal, Protocol
 from vtoken.errors import SpecError
 from vtoken.executor import Executor
 from vtoken_conformance.checked import CheckedExecutor
-from vtoken_conformance.generate import NAME_PREFIX, generate
+from vtoken_conformance.generate import CROWD_NAMES, NAME_PREFIX, generate, generate_crowd
 from vtoken_conformance.mismatch import Mismatch
 from vtoken_conformance.program import Program, ProgramRun
 
-__all__ = ["Failure", "Job", "ProgramJob", "Row", "run_all", "run_job", "select_jobs"]
+__all__ = ["Failure", "Job", "ProgramJob", "Row", "carry_out", "run_all", "run_job", "select_jobs"]
 
 Status = Literal["passed", "failed", "error"]
 ExecutorFactory = Callable[[], Executor]
@@ -45,8 +45,12 @@ class Job(Protocol):
 class Run(Protocol):
     """One job on one executor. ``step_number`` counts from 1 and stands at the step that failed."""
 
-    executor: CheckedExecutor
     step_number: int
+
+    @property
+    def fingerprint_so_far(self) -> str:
+        """16 hex digits over what the executor showed: where they are equal, KV was."""
+        ...
 
     def run(self) -> None:
         """Raises Mismatch at the first difference."""
@@ -97,17 +101,17 @@ class ProgramJob:
         return ("--case", self.program.name)
 
     def start(self, executor: Executor) -> ProgramRun:
-        return ProgramRun(self.program, CheckedExecutor(executor))
+        return ProgramRun(self.program, CheckedExecutor(executor, check_every=self.program.check_every))
 
 
 def select_jobs(programs: Sequence[Program], patterns: Sequence[str], num_seeds: int) -> list[ProgramJob]:
-    """Cases and random programs by their names; all if there is no pattern.
+    """Cases, crowds and random programs by their names; all if there is no pattern.
 
     ``random/<seed>`` names a random program whatever ``num_seeds`` is. Raises SpecError for a pattern that matches
     nothing, with the nearest names.
     """
     known = {program.name: program for program in programs}
-    names = [*known, *(f"{NAME_PREFIX}{seed}" for seed in range(num_seeds))]
+    names = [*known, *CROWD_NAMES, *(f"{NAME_PREFIX}{seed}" for seed in range(num_seeds))]
     chosen = dict.fromkeys(names if not patterns else ())
     for pattern in patterns:
         matching = [name for name in names if fnmatchcase(name, pattern)]
@@ -116,7 +120,7 @@ def select_jobs(programs: Sequence[Program], patterns: Sequence[str], num_seeds:
         if not matching:
             raise SpecError(f"--case {pattern!r} matches nothing: {_nearest(pattern, names)}")
         chosen |= dict.fromkeys(matching)
-    return [ProgramJob(known[name] if name in known else generate(_seed(name))) for name in chosen]
+    return [ProgramJob(known.get(name) or _generated(name)) for name in chosen]
 
 
 def run_all(jobs: Sequence[Job], executors: Mapping[str, ExecutorFactory]) -> Iterator[tuple[Row, Failure | None]]:
@@ -139,7 +143,11 @@ def run_all(jobs: Sequence[Job], executors: Mapping[str, ExecutorFactory]) -> It
 
 def run_job(job: Job, executor_name: str, executor: Executor) -> tuple[Row, Failure | None]:
     """One job on one executor."""
-    run = job.start(executor)
+    return carry_out(job.name, job.arguments, executor_name, job.start(executor))
+
+
+def carry_out(name: str, arguments: Sequence[str], executor_name: str, run: Run) -> tuple[Row, Failure | None]:
+    """One run, whatever comes of it. ``arguments``: what the command line needs to run it alone."""
     status: Status = "passed"
     trace = ""
     difference: Mismatch | None = None
@@ -149,10 +157,10 @@ def run_job(job: Job, executor_name: str, executor: Executor) -> tuple[Row, Fail
         status, difference = "failed", error
     except (Exception, SystemExit) as error:  # the executor's own fault, whatever it is: the other cases must go on
         status, difference, trace = "error", _unexpected(error), _own_traceback(error)
-    row = Row(job.name, executor_name, status, run.step_number, run.executor.fingerprint_so_far)
+    row = Row(name, executor_name, status, run.step_number, run.fingerprint_so_far)
     if difference is None:
         return row, None
-    return row, _failure(row, run.step_text(), job.arguments, difference, trace)
+    return row, _failure(row, run.step_text(), arguments, difference, trace)
 
 
 def _not_made(job: Job, executor_name: str, error: BaseException) -> tuple[Row, Failure]:
@@ -189,6 +197,10 @@ def _failure(row: Row, op: str, arguments: Sequence[str], difference: Mismatch, 
         rerun=shlex.join(["vtoken", "conformance", "--executor", row.executor, *arguments]),
         traceback=trace,
     )
+
+
+def _generated(name: str) -> Program:
+    return generate_crowd(name) if name in CROWD_NAMES else generate(_seed(name))
 
 
 def _seed(name: str) -> int:

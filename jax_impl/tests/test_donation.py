@@ -9,6 +9,8 @@ from vtoken_jax import device_tables
 from vtoken_jax.compaction import move_tokens
 from vtoken_jax.fingerprint import add_tokens, make_weights
 from vtoken_jax.kv_cache import make_cache, storage_dtype, write_tokens
+from vtoken_jax.model.abstract import trace_step
+from vtoken_jax.model.config import ModelConfig
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -89,6 +91,25 @@ def test_hashing_takes_temporary_memory_for_its_tokens_alone(make_spec):
 
     assert temp(64, 64) == temp(1024, 64)
     assert temp(1024, 64) < 4 * 64 * 256  # token_bytes = 256
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16])
+def test_a_whole_step_appends_in_place_and_takes_memory_for_its_own_tokens(num_tokens):
+    """Decode and prefill: KV is written, attended to and returned without a copy of any array of the pool."""
+    model = ModelConfig(
+        family="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_query_heads=4,
+        num_kv_heads=2, head_size=8, max_positions=256, rms_norm_eps=1e-5, rope_theta=1e4, tied_embeddings=True,
+    )  # fmt: skip
+
+    def step(num_blocks):
+        traced = trace_step(model, "bfloat16", ((2, num_tokens),), num_blocks=num_blocks, width_blocks=4)
+        return traced.lower().compile()
+
+    small, large = step(64), step(1024)
+
+    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+    header = large.as_text().split("\n", 1)[0]
+    assert header.count("may-alias") + header.count("must-alias") == 2 * model.num_layers + 1
 
 
 def test_the_checks_above_see_an_undonated_and_a_widened_copy(make_spec):

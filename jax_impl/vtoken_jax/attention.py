@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -10,7 +11,7 @@ from vtoken.executor import KVSpec
 from vtoken.types import cdiv
 from vtoken_jax.buckets import chunks, pad
 from vtoken_jax.device_tables import Tables, words_per_block
-from vtoken_jax.kernels.decode_xla import paged_attention
+from vtoken_jax.kernels.prefill import paged_prefill
 from vtoken_jax.kv_cache import KVCache
 
 __all__ = ["attend_row"]
@@ -34,11 +35,20 @@ def _attend_layer(
     block_size: int,
     kv_dtype: str,
 ) -> tuple[jax.Array, jax.Array]:
-    block_ids = tables.block_table[row, :num_blocks]
-    live_words = tables.live_words[row, : num_blocks * words_per_block(block_size)]
-    return paged_attention(
-        q, k_plane, v_plane, positions, block_ids, live_words, query_positions, block_size=block_size, kv_dtype=kv_dtype
-    )
+    num_queries, _, head_size = q.shape
+    out, mass = paged_prefill(
+        q[None], k_plane, v_plane, positions,
+        tables.block_table[row, :num_blocks][None],
+        tables.num_blocks[row][None],
+        tables.live_words[row, : num_blocks * words_per_block(block_size)][None],
+        query_positions[None],
+        scale=head_size**-0.5,
+        kv_dtype=kv_dtype,
+        num_kv_heads=k_plane.shape[1] // head_size,
+        block_size=block_size,
+        mass_weights=jnp.ones((1, 1, num_queries), jnp.float32),
+    )  # fmt: skip
+    return out[0], jnp.reshape(mass, -1)
 
 
 def _bucket_blocks(num_blocks: int, max_blocks: int, block_size: int) -> int:

@@ -13,6 +13,7 @@ __all__ = [
     "WORD_BITS",
     "Row",
     "Tables",
+    "live_bits",
     "make_tables",
     "read_row",
     "set_free",
@@ -53,6 +54,14 @@ class Row(NamedTuple):
 def words_per_block(block_size: int) -> int:
     """Words of 32 bits that hold one block's live bits."""
     return cdiv(block_size, WORD_BITS)
+
+
+def live_bits(live_words: jax.Array, block_size: int) -> jax.Array:
+    """``[..., num_blocks * words_per_block]`` uint32 to ``[..., num_blocks * block_size]`` bool, by table slot."""
+    outer, num_words = live_words.shape[:-1], words_per_block(block_size)
+    bits = live_words.reshape(*outer, -1, num_words, 1) >> jnp.arange(WORD_BITS, dtype=jnp.uint32) & jnp.uint32(1)
+    by_block = bits.reshape(*outer, -1, num_words * WORD_BITS)[..., :block_size]
+    return jnp.not_equal(by_block.reshape(*outer, -1), 0)
 
 
 @partial(jax.jit, static_argnums=0)

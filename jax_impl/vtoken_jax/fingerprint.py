@@ -1,4 +1,4 @@
-"""The fingerprint of ``vtoken.fingerprint`` on the device, from the bits that lie in the pool (DESIGN §6)."""
+"""The fingerprint of ``vtoken.fingerprint`` on the device, from the bits that lie in the pool (SPEC §7)."""
 
 from functools import partial
 

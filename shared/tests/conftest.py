@@ -1,7 +1,8 @@
 """Tiny worlds: block size 4, and KV bytes that name request, position and element, so that a wrong copy is seen."""
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan, nan
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import settings
 
 from vtoken.executor import KVSpec
 from vtoken.invariants import check_all
+from vtoken.policies import Choice
 from vtoken.reclamation import Planner, ReclamationPlan, get_planner
 from vtoken.reference import ReferenceExecutor
 from vtoken.request_table import RequestTable
@@ -108,6 +110,34 @@ def copy_state(table: RequestTable) -> Mapping[str, Any]:
     return {name: value if isinstance(value, int | str | None) else list(value) for name, value in vars(table).items()}
 
 
+def choose_as_a_device(
+    positions: Sequence[int], mass: Sequence[float], rows: Sequence[Sequence[float]], choice: Choice
+) -> list[int]:
+    """What a device chooses, from the words of ``Choice`` alone; NaN is no mass yet."""
+    scores = list(mass)
+    if choice.score == "above_mean":
+        scores = [nan if isnan(each) else 0.0 for each in mass]
+        for row in rows:
+            seen = [each for each in row if not isnan(each)]
+            for i, each in enumerate(row):
+                scores[i] += bool(seen) and each > sum(seen) / len(seen)
+
+    def smoothed(place: int) -> float:
+        near = [
+            score
+            for position, score in zip(positions, scores, strict=True)
+            if abs(position - place) <= choice.smooth // 2 and not isnan(score)
+        ]
+        return sum(near) / len(near)
+
+    ranked = sorted(
+        (smoothed(position) if choice.smooth > 1 else score, position)
+        for position, score in zip(positions, scores, strict=True)
+        if not isnan(score) and any(low <= position < high for low, high in choice.spans)
+    )
+    return sorted(position for _, position in ranked[: choice.count])
+
+
 @pytest.fixture(scope="session")
 def make_world() -> Callable[..., World]:
     """Builds a ``World``; keywords replace parts of its ``KVSpec``."""
@@ -122,3 +152,9 @@ def draw() -> Callable[[RequestTable], str]:
 @pytest.fixture(scope="session")
 def state_of() -> Callable[[RequestTable], Mapping[str, Any]]:
     return copy_state
+
+
+@pytest.fixture(scope="session")
+def choose() -> Callable[..., list[Position]]:
+    """(positions, mass, mass rows, choice) -> victims, as a device must choose them."""
+    return choose_as_a_device

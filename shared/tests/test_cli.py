@@ -109,6 +109,23 @@ def test_the_exit_code_is_the_commands(install: Install) -> None:
     assert [main(["good"]), main(["bad"])] == [0, 1]
 
 
+def test_a_command_may_take_what_it_does_not_know(install: Install) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def run(arguments: argparse.Namespace) -> int:
+        seen.append((arguments.colour, arguments.rest))
+        return 0
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--colour")
+
+    install(wide=Command("takes all", add, run, takes_rest=True), narrow=Command("takes its own", add, run))
+    words = ["A", "--port", "80", "--col", "x", "-tp=2", "--", "--colour", "blue"]
+    assert main(["wide", *words[:3], "--colour", "red", *words[3:]]) == 0
+    assert seen == [("red", words)]
+    assert exit_code(["narrow", "--colour", "red", "--port", "80"]) == 2
+
+
 def test_bad_usage_ends_with_2(install: Install, capsys: Capture) -> None:
     install(bake=command(lambda _: 0))
 

@@ -148,3 +148,20 @@ def test_a_budget_that_sinks_and_recent_tokens_alone_exceed_is_warned_of_with_bo
     warning = "kv_budget=10 cannot be met: num_sinks and recent always keep 12 tokens"
     assert config(kv_budget=10, num_sinks=4, recent=8).warnings == (warning,)
     assert config(kv_budget=12, num_sinks=4, recent=8).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt_len", "kept"),
+    [
+        ({"num_sinks": 4}, 50, 4),
+        ({"num_sinks": 0}, 50, 0),
+        ({"num_sinks": 4, "recent": 10}, 50, 14),
+        ({"num_sinks": 4, "protected": "prompt"}, 50, 50),
+        ({"num_sinks": 4, "protected": ((2, 10), (8, 20), (95, 120))}, 50, 25),
+        ({"num_sinks": 4, "protected": ((90, 98),), "recent": 5}, 50, 14),
+        ({"num_sinks": 200}, 50, 100),
+        ({"recent": 200}, 50, 100),
+    ],
+)
+def test_kept_tokens_are_those_that_no_policy_may_choose(options: dict[str, Any], prompt_len: int, kept: int) -> None:
+    assert config(**options).kept_tokens(100, prompt_len) == kept

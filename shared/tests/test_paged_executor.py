@@ -164,6 +164,36 @@ def test_nothing_is_recycled_into_a_shared_or_hashed_block(make_world: MakeWorld
     world.check()
 
 
+def test_reserved_slots_are_those_that_an_append_writes(make_world: MakeWorld) -> None:
+    appended, reserved = make_world(), make_world()
+    for num_tokens in (3, 1, 9):
+        for world in (appended, reserved):
+            world.lay(f"a{num_tokens}", "x.xd x")
+        appended.grow(f"a{num_tokens}", num_tokens)
+        table = reserved.tables[f"a{num_tokens}"]
+        slots = reserved.reserve(f"a{num_tokens}", num_tokens)
+        assert slots == [table.slot_at(index) for index in range(5, 5 + num_tokens)]
+        seen, expected = reserved.observe(), appended.observe()
+        assert seen.free_block_ids == expected.free_block_ids
+        assert seen.requests[f"a{num_tokens}"].block_ids == expected.requests[f"a{num_tokens}"].block_ids
+        assert seen.requests[f"a{num_tokens}"].live_words == expected.requests[f"a{num_tokens}"].live_words
+
+
+def test_a_reserved_recycle_gives_the_victims_slot_and_writes_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    table = world.lay("a", "xdxx dx")
+    before = world.observe()
+    assert world.reserve_recycled("a") == world.tables["a"].slot_at(1)
+    assert (table.is_live(1), table.num_computed_tokens, table.num_live_tokens) == (False, 7, 6)
+    assert world.observe() == before
+    with pytest.raises(SpecError, match="num_tokens=0: write at least one token"):
+        world.reserve("a", 0)
+    with pytest.raises(PoolExhausted):
+        world.reserve("a", 99)
+    assert world.observe() == before
+    assert world.row_of("a") == 0
+
+
 # -- shared blocks (Q-2, Q-3, INV-7) ---------------------------------------------------------------------------------
 
 

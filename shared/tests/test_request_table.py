@@ -265,6 +265,41 @@ def test_a_recycle_taken_back_leaves_no_trace(state_of: Callable[..., Any], prun
     assert table.next_doomed(2) == [4, 1]
 
 
+def test_recycles_in_a_row_are_the_same_as_one_after_another(state_of: Callable[..., Any]) -> None:
+    tables = [make_table(9, [7, 5, 6]) for _ in range(2)]
+    for table in tables:
+        table.evict_tokens([3])
+        table.doom([4, 1, 0, 8])
+    for victim, position in ((4, 9), (1, 10), (0, 11)):
+        tables[0].recycle(victim, position)
+    tables[1].recycle_next(3)
+    assert state_of(tables[1]) == state_of(tables[0])
+    assert [table.rollback_recycle() for table in tables] == [0, 0]
+    assert state_of(tables[1]) == state_of(tables[0])
+    tables[1].recycle_next(0)
+    assert tables[1].next_doomed(9) == [0, 8]
+
+
+def test_recycles_in_a_row_need_as_many_doomed_tokens_and_no_plan_in_flight(state_of: Callable[..., Any]) -> None:
+    table = make_table(6, [7, 5])
+    table.doom([4, 1])
+    before = state_of(table)
+    with pytest.raises(SpecError, match="request 'a' has 2 doomed tokens to recycle, 3 are asked"):
+        table.recycle_next(3)
+    table.plan_in_flight = True
+    with pytest.raises(SpecError, match="plan in flight: True"):
+        table.recycle_next(2)
+    table.plan_in_flight = False
+    assert state_of(table) == before
+
+
+def test_slots_of_positions_are_where_the_tokens_lie_now() -> None:
+    table = make_table(6, [7, 5])
+    table.doom([4, 1])
+    table.recycle_next(1)
+    assert table.slots_of([6, 1, 5]) == [20, 29, 21] == [table.slot_at(table.table_slot_of(p)) for p in (6, 1, 5)]
+
+
 def test_the_victim_of_a_recycle_taken_back_is_first_in_the_queue_wherever_it_was() -> None:
     table = make_table(6, [7, 5])
     table.doom([4, 1, 0])

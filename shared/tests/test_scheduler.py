@@ -549,6 +549,29 @@ def test_pressure_goes_on_to_the_next_until_enough_is_free_or_nothing_is_left(ma
     assert engine.scheduler.relieve() == []
 
 
+@pytest.mark.parametrize("protected", ["prompt", ((0, 999),)])
+def test_a_request_that_must_keep_everything_has_nothing_to_give(make_world: MakeWorld, protected: Any) -> None:
+    engine = pressed_engine(make_world(num_blocks=21), pressure_low=1.0, pressure_high=1.0, protected=protected)
+    asked = []
+    engine.scheduler.victims.choose = lambda *arguments: asked.append(arguments)  # type: ignore[method-assign]
+    assert engine.scheduler.relieve(queue_blocked=True) == []
+    assert not asked
+
+
+def test_a_request_gives_down_to_what_it_keeps_if_that_is_more_than_its_budget(make_world: MakeWorld) -> None:
+    options = {"pressure_low": 1.0, "pressure_high": 1.0, "protected": ((0, 20),)}
+    engine = pressed_engine(make_world(num_blocks=21), **options)
+    give = {name: engine.scheduler._blocks_to_give(name, each) for name, each in engine.scheduler._running.items()}
+    assert give == {"a": 0, "b": 5, "c": 1}  # of 4, 10 and 6 blocks
+
+
+def test_requests_may_differ_in_their_budget(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pressed_engine(make_world(num_blocks=21), pressure_low=0.05, pressure_high=1.0)
+    own = make_config(kv_budget=100)
+    monkeypatch.setattr(KVScheduler, "config_of", lambda self, running: own if running.trace_key == 1 else self.config)
+    assert engine.scheduler.relieve() == ["c", "a"]
+
+
 def test_no_pressure_above_the_low_mark(make_world: MakeWorld) -> None:
     engine = pressed_engine(make_world(num_blocks=23), pressure_low=0.05, pressure_high=0.5)  # 2 of 22 are free
     assert engine.scheduler.relieve() == []

@@ -6,6 +6,7 @@ import pytest
 from vtoken.config import VTokenConfig
 from vtoken.errors import SpecError
 from vtoken.policies import Policy, RequestView
+from vtoken.policies.no_eviction import NoEvictionPolicy
 from vtoken.request_table import RequestTable
 from vtoken.trace import TraceEvent, VictimTrace
 from vtoken.types import Position
@@ -170,7 +171,7 @@ def test_a_request_rebuilt_after_preemption_repeats_its_own_deaths_and_records_n
     assert source.choose(grow(table, 12), IN_DECODE) == TraceEvent(0, 12, (4, 5, 6, 7), (12, 13, 14, 15))
     num_asked = len(source.policy.views)
 
-    source.restart(0)
+    source.restart(0, 13)
     rebuilt = grow(RequestTable("a", 4), 6)
     assert source.choose(rebuilt, AFTER_CHUNK) is None
     assert source.choose(grow(rebuilt, 14), AFTER_CHUNK) == TraceEvent(
@@ -184,15 +185,15 @@ def test_a_request_rebuilt_after_preemption_repeats_its_own_deaths_and_records_n
 
 def test_a_request_preempted_before_its_first_event_asks_the_policy_as_before(table: RequestTable) -> None:
     source = make_source()
-    source.restart(0)
+    source.restart(0, 0)
     assert source.choose(table, AFTER_CHUNK) is not None
 
 
 def test_a_request_may_be_preempted_while_it_is_rebuilt(table: RequestTable) -> None:
     source = make_source()
     first = source.choose(table, AFTER_CHUNK)
-    source.restart(0)
-    source.restart(0)
+    source.restart(0, 8)
+    source.restart(0, 0)
     assert source.choose(grow(RequestTable("a", 4), 8), AFTER_CHUNK) == first
 
 
@@ -200,7 +201,7 @@ def test_nothing_is_kept_of_a_finished_request(table: RequestTable) -> None:
     source = make_source()
     first = source.choose(table, AFTER_CHUNK)
     source.finish(0)
-    source.restart(0)
+    source.restart(0, 0)
     assert source.choose(grow(RequestTable("a", 4), 8), IN_DECODE) is not None
     assert first is not None
 
@@ -224,6 +225,25 @@ def test_a_replay_gives_the_same_events_at_the_same_counts(table: RequestTable, 
     assert [event for event in events if event] == trace.events[0]
 
 
+def test_no_event_comes_in_decode_below_the_count_that_a_source_names(table: RequestTable, trace: VictimTrace) -> None:
+    replay, policy = TraceVictims(trace), make_source()
+    assert (replay.next_count(0), replay.next_count(7), policy.next_count(0)) == (8, None, 4)
+    for count in range(8, 15):
+        due = [source.next_count(0) for source in (replay, policy)]
+        for source, next_count in zip((replay, policy), due, strict=True):
+            event = source.choose(grow(table, count), IN_DECODE)
+            assert event is None or (next_count is not None and next_count <= count)
+    assert (replay.next_count(0), policy.next_count(0)) == (None, 16)
+    policy.restart(0, 14)
+    assert policy.next_count(0) == 0  # it repeats its past: every step may bring some of it
+
+
+def test_a_source_that_never_chooses_by_itself_says_so() -> None:
+    assert make_source(when="pressure").next_count(0) is None
+    assert make_source(when="pressure").next_count(0, must_evict=True) == 4
+    assert PolicyVictims(VTokenConfig(policy="none", when="always"), NoEvictionPolicy()).next_count(0) is None
+
+
 def test_a_replay_does_not_ask_why(table: RequestTable, trace: VictimTrace) -> None:
     source = TraceVictims(trace)
     table.doom([7])
@@ -236,7 +256,7 @@ def test_a_replay_that_is_behind_catches_up_and_the_earlier_death_counts(
 ) -> None:
     source = TraceVictims(trace)
     assert source.choose(grow(table, 12), AFTER_CHUNK) == TraceEvent(0, 12, (0, 1, 2, 3, 4), (12, 12, 12, 13, 14))
-    source.restart(0)
+    source.restart(0, 12)
     assert source.choose(grow(table, 13), AFTER_CHUNK) == TraceEvent(0, 13, (0, 1, 2, 3, 4, 5), (13,) * 6)
 
 
@@ -245,7 +265,7 @@ def test_a_request_without_events_loses_nobody(table: RequestTable, trace: Victi
     assert source.choose(table, Occasion(trace_key=7, prompt_len=8, after_chunk=True)) is None
 
 
-@pytest.mark.parametrize("forget", [TraceVictims.restart, TraceVictims.finish])
+@pytest.mark.parametrize("forget", [lambda source, key: source.restart(key, 8), TraceVictims.finish])
 def test_a_trace_is_replayed_from_its_start_after_preemption_or_the_end(
     table: RequestTable, trace: VictimTrace, forget: Callable[[TraceVictims, int], None]
 ) -> None:

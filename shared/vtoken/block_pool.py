@@ -1,4 +1,4 @@
-"""Free list, reference counts and fences of the physical blocks (DESIGN §5, INV-6)."""
+"""Free list, reference counts and fences of the physical blocks (SPEC R-7, INV-6)."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence

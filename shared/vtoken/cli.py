@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from vtoken.errors import SpecError
+from vtoken.help_text import HelpFormatter
 from vtoken.plugins import COMMANDS, first_line, get_plugin, load_plugins, missing_extra, plugin_names
 
 __all__ = ["Command", "main"]
@@ -29,8 +30,10 @@ class Command:
         help: one line for the list of commands.
         add_arguments: adds the command's arguments to its own parser.
         run: does the work; returns 0 (good), 1 (a check failed) or 2 (bad usage). A SpecError becomes one line and 2.
-        description: what the command's own help says above its options; ``help`` if empty.
+        description: what the command's own help says above its options; ``help`` if empty; see ``help_text``.
         epilog: what it says below them, examples for instance.
+        takes_rest: arguments that it does not know are no error; ``run`` finds them as ``rest``, in their order, from a
+            ``--`` on with what follows it.
     """
 
     help: str
@@ -38,6 +41,7 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     description: str = ""
     epilog: str = ""
+    takes_rest: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +82,11 @@ def _run(arguments: list[str], name: str) -> int:
     if name:  # the others are not imported: a broken neighbour neither slows this command nor speaks up
         command = _checked(name, get_plugin(COMMANDS, name))
         parser = _parser({name: command}, complete=True)
-        return command.run(parser.parse_args(arguments))
+        if not command.takes_rest:
+            return command.run(parser.parse_args(arguments))
+        known, rest = parser.parse_known_args(arguments)
+        known.rest = rest
+        return command.run(known)
     parser = _parser({} if "--version" in arguments else _available_commands())
     parser.parse_args(arguments)
     parser.print_help(sys.stderr)
@@ -105,14 +113,18 @@ def _checked(name: str, plugin: object) -> Command:
 
 
 def _parser(commands: Mapping[str, Command], complete: bool = False) -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("vtoken", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
+    parser = argparse.ArgumentParser("vtoken", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=HelpFormatter)
     parser.add_argument("--version", action="version", version=f"vtoken {metadata.version('vtoken')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, command in commands.items():
         description = command.description or command.help
         subparser = subparsers.add_parser(
-            name, help=command.help, description=description, epilog=command.epilog, formatter_class=raw
+            name,
+            help=command.help,
+            description=description,
+            epilog=command.epilog,
+            formatter_class=HelpFormatter,
+            allow_abbrev=not command.takes_rest,  # what is not quite an option may be one of the rest
         )
         if complete:
             command.add_arguments(subparser)

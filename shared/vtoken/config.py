@@ -1,4 +1,4 @@
-"""One frozen, checked configuration for policies and reclamation (DESIGN §4, §5)."""
+"""One frozen, checked configuration for policies and reclamation."""
 
 import difflib
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class VTokenConfig:
         decay: factor on the cumulated mass at each step (h2o); 1 never forgets.
         history: window in queries of scissorhands and snapkv; None lets the policy choose.
         page_size: tokens a page of paged_eviction.
-        variant: native | naive | vtoken (DESIGN §0).
+        variant: native evicts nothing, naive frees blocks that are all dead, vtoken moves tokens too.
         mode: eager | lazy reclamation.
         when: evict under pressure, or always by interval.
         recycle: eager mode writes decode tokens over doomed ones; off gives ``fill`` alone.
@@ -176,6 +176,17 @@ class VTokenConfig:
         if self.eviction_ratio is not None:
             return num_computed_tokens - int(num_computed_tokens * self.eviction_ratio)
         return num_computed_tokens
+
+    def kept_tokens(self, num_computed_tokens: int, prompt_len: int) -> int:
+        """Tokens that no policy may choose at this count: sinks, protected ranges, and ``recent`` ones if it is set."""
+        protected = ((0, prompt_len),) if self.protected == "prompt" else self.protected
+        newest = max(0, num_computed_tokens - (self.recent or 0))
+        total = end = 0
+        for low, high in sorted(((0, self.num_sinks), *protected, (newest, num_computed_tokens))):
+            high = min(high, num_computed_tokens)
+            total += max(0, high - max(low, end))
+            end = max(end, high)
+        return total
 
 
 def _is_name(value: object) -> bool:

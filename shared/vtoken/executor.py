@@ -1,4 +1,4 @@
-"""The executor protocol: what runs a program of KV operations and shows its own arrays (DESIGN §6).
+"""The executor protocol: what runs a program of KV operations and shows its own arrays.
 
 Executors execute; they do not plan. A driver (conformance, bench, an engine's scheduler) reads ``table_view`` and
 ``pool_view``, lets a planner make a plan from them, and hands it to ``launch``.

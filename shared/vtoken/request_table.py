@@ -1,8 +1,10 @@
-"""States of one request's tokens, live -> doomed -> dead, on top of their places (DESIGN §3)."""
+"""States of one request's tokens, live -> doomed -> dead, on top of their places (SPEC T-1)."""
 
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import compress
+from itertools import count as count_from
 
 from vtoken.errors import SpecError
 from vtoken.table_layout import TableLayout
@@ -11,6 +13,7 @@ from vtoken.types import BlockId, Position, ReqId, SlotId, cdiv
 __all__ = ["RequestTable"]
 
 _LIVE, _DOOMED, _DEAD = 0, 1, 2
+_IS_LIVE = bytes(state == _LIVE for state in range(256))  # for bytearray.translate
 
 
 class RequestTable(TableLayout):
@@ -50,7 +53,7 @@ class RequestTable(TableLayout):
 
     def candidates(self) -> list[Position]:
         """Live positions that are not doomed, ascending: what a policy may choose from."""
-        return [position for position, state in enumerate(self._state) if state == _LIVE]
+        return list(compress(range(len(self._state)), self._state.translate(_IS_LIVE)))
 
     def next_doomed(self, count: int) -> list[Position]:
         """The first ``count`` queued victims, in the order of their deaths."""
@@ -118,7 +121,7 @@ class RequestTable(TableLayout):
         positions = self._checked(positions)
         if len(set(positions)) != len(positions):
             raise SpecError(f"doom: a position is named twice for request {self.req_id!r}: {positions}")
-        for position in positions:
+        for position in positions if any(map(self._state.__getitem__, positions)) else ():
             if self._state[position] != _LIVE:
                 state = "doomed" if self._state[position] == _DOOMED else "dead"
                 raise SpecError(f"doom: position {position} of request {self.req_id!r} is {state}: choose live tokens")
@@ -153,6 +156,24 @@ class RequestTable(TableLayout):
         self.num_doomed_tokens -= 1
         self._recycled = victim
         return self.slot_at(table_slot)
+
+    def recycle_next(self, count: int) -> None:
+        """``recycle`` of the next ``count`` doomed tokens, one after another. Only the last can be rolled back."""
+        victims = self.next_doomed(count)
+        if len(victims) != count or self.plan_in_flight:
+            raise SpecError(
+                f"recycle_next: request {self.req_id!r} has {len(victims)} doomed tokens to recycle, {count} are asked "
+                f"for, plan in flight: {self.plan_in_flight}"
+            )
+        state, position_of = self._state, self._position
+        table_slots = [self._place[victim] for victim in victims]
+        for new_position, victim, table_slot in zip(count_from(len(state)), victims, table_slots, strict=False):
+            state[victim] = _DEAD
+            position_of[table_slot] = new_position
+        self._place.extend(table_slots)
+        state.extend(bytes(count))
+        self.num_doomed_tokens -= count
+        self._recycled = victims[-1] if victims else self._recycled
 
     def rollback_recycle(self) -> Position:
         """Takes back the last recycle: its victim, returned, is doomed again and first in the queue.

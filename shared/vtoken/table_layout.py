@@ -12,7 +12,7 @@ nothing and none needs a look-up by block id.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vtoken.errors import SpecError
 from vtoken.reclamation.plan import ReclamationPlan
@@ -70,6 +70,11 @@ class TableLayout:
             )
         return self._place[position]
 
+    def slots_of(self, positions: Sequence[Position]) -> list[SlotId]:
+        """Pool slots of live tokens, in the given order."""
+        size, block_ids, place = self.block_size, self.block_ids, self._place
+        return [block_ids[place[position] // size] * size + place[position] % size for position in positions]
+
     def live_table_slots(self) -> Iterator[int]:
         """Table slots of live tokens in physical order."""
         for index, word in enumerate(self.live_words):
@@ -82,6 +87,10 @@ class TableLayout:
     def live_positions(self) -> list[Position]:
         """Positions of live tokens in physical order."""
         return [self._position[index] for index in self.live_table_slots()]
+
+    def packed_positions(self) -> "array[int]":
+        """Positions by table slot, a copy: those of the live tokens where live tokens fill the first slots."""
+        return self._position[: self.cursor]
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         """Blocks that an append of ``num_tokens`` must add."""

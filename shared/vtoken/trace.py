@@ -34,9 +34,9 @@ class TraceEvent:
     def __post_init__(self) -> None:
         if len(self.chosen) != len(self.died):
             raise SpecError(f"trace event at {self.at_computed}: {len(self.chosen)} victims, {len(self.died)} deaths")
-        if any(victim >= self.at_computed for victim in self.chosen):
+        if self.chosen and max(self.chosen) >= self.at_computed:
             raise SpecError(f"trace event at {self.at_computed}: it chooses tokens that are not computed yet")
-        if any(count < self.at_computed for count in self.died):
+        if self.died and min(self.died) < self.at_computed:
             raise SpecError(f"trace event at {self.at_computed}: a victim dies before it is chosen")
 
 

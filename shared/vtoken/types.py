@@ -1,4 +1,4 @@
-"""Names of DESIGN §1: identifiers, slot arithmetic, and the record of one move.
+"""Names that all packages share: identifiers, slot arithmetic, and the record of one move.
 
 Identifiers are plain ``int`` and ``str`` under telling names: the spec runs on the scheduler's hot path, where a
 wrapper type would cost more than the lookup it labels.

@@ -5,7 +5,7 @@ import torch
 from vtoken_torch.attention import attend_slots
 from vtoken_torch.kv_cache import KVCache
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}  # of the largest reference value (DESIGN §6)
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}  # of the largest reference value (SPEC A-4)
 
 
 def oracle(q, keys, values, positions, query_positions):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vtoken.errors import SpecError
 from vtoken.types import set_bits
 from vtoken_torch.device_tables import DeviceTables
 
@@ -76,3 +77,103 @@ def test_free_flags_follow_each_call(make_spec, device):
     tables.set_free([], False)
     tables.set_free([5], True)
     assert tables.read_free() == {1, 3, 4, 5, 6, 7, 8}
+
+
+def test_changes_stay_on_the_host_until_somebody_reads_then_all_go_up_at_once(make_spec, device):
+    tables = DeviceTables(make_spec(), device)
+    before = tables.state.clone()
+    tables.set_free(range(1, 9), True)
+    tables.set_row(0, [3, 5], [15, 1])
+    tables.set_row(2, [4], [3])
+    tables.set_words(0, [1], [3])
+    tables.append([0, 2], [6, 2])
+    assert tables.state.equal(before)
+    assert tables.read_row(0) == ((3, 5), (15, 7))
+    assert tables.read_row(2) == ((4,), (7,))
+    assert tables.read_free() == set(range(1, 9))
+    assert (tables.num_uploads, tables.num_rows_rebuilt, tables.num_incremental) == (1, 2, 3)
+
+
+def test_a_decode_step_rebuilds_only_rows_whose_blocks_change(make_spec, device):
+    """One word for each row in one upload, whatever the number of rows, and no upload where nothing changes."""
+    spec = make_spec(max_num_reqs=40, num_blocks=200)
+    tables = DeviceTables(spec, device)
+    for row in range(40):
+        tables.set_row(row, [1 + 3 * row, 2 + 3 * row], [15, 1])
+    tables.flush()
+    tables.flush()
+    assert (tables.num_uploads, tables.num_rows_rebuilt, tables.num_incremental) == (1, 40, 0)
+    for step in range(3):
+        tables.append(range(40), [5 + step] * 40)
+        tables.flush()
+    assert (tables.num_uploads, tables.num_rows_rebuilt, tables.num_incremental) == (4, 40, 120)
+    tables.set_row(7, [22, 23, 24], [15, 15, 1])
+    tables.append([row for row in range(40) if row != 7 and row % 2], [4] * 19)
+    tables.flush()
+    assert (tables.num_uploads, tables.num_rows_rebuilt, tables.num_incremental) == (5, 41, 139)
+    assert tables.read_row(7) == ((22, 23, 24), (15, 15, 1))
+    assert tables.read_row(8) == ((25, 26), (15, 15))
+
+
+@pytest.mark.parametrize("block_size", [4, 32, 128])
+def test_tokens_appended_together_are_the_words_set_one_by_one(make_spec, device, block_size):
+    spec, rng = make_spec(block_size=block_size), random.Random(block_size)
+    together, one_by_one = DeviceTables(spec, device), DeviceTables(spec, device)
+    words = [0] * 3
+    for tables in (together, one_by_one):
+        tables.set_row(1, [2, 4, 6], words)
+    slots = rng.sample(range(3 * block_size), 2 * block_size)
+    together.append([1] * len(slots), slots)
+    together.append([], [])
+    for slot in slots:
+        words[slot // block_size] |= 1 << slot % block_size
+    one_by_one.set_words(1, range(3), words)
+    assert together.read_row(1) == one_by_one.read_row(1) == ((2, 4, 6), tuple(words))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_staged_changes_end_as_if_each_had_gone_up_alone(make_spec, device, seed):
+    rng = random.Random(seed)
+    staged, alone = DeviceTables(make_spec(block_size=33), device), DeviceTables(make_spec(block_size=33), device)
+    sizes = [0] * 4
+    for _ in range(60):
+        row, call = rng.randrange(4), rng.randrange(4)
+        if call == 0:
+            sizes[row] = rng.randrange(9)
+            blocks = rng.sample(range(1, 9), sizes[row])
+            change = ("set_row", row, blocks, [rng.getrandbits(33) for _ in blocks])
+        elif call == 1:
+            indices = rng.sample(range(sizes[row]), sizes[row] // 2)
+            change = ("set_words", row, indices, [rng.getrandbits(33) for _ in indices])
+        elif call == 2:
+            change = ("append", [row] * bool(sizes[row]), [rng.randrange(33 * sizes[row])] if sizes[row] else [])
+        else:
+            change = ("set_free", rng.sample(range(1, 9), 3), rng.random() < 0.5)
+        for tables in (staged, alone):
+            getattr(tables, change[0])(*change[1:])
+        alone.flush()
+        if rng.random() < 0.1:
+            staged.flush()
+    staged.flush()
+    assert staged.state.equal(alone.state)
+    assert staged.num_uploads < alone.num_uploads
+
+
+def test_addresses_stay(make_spec, device):
+    tables = DeviceTables(make_spec(), device)
+    before = [table.data_ptr() for table in (tables.block_table, tables.num_blocks, tables.live_words, tables.free)]
+    tables.set_row(1, [1, 2], [1, 2])
+    tables.set_free([3], True)
+    after = [table.data_ptr() for table in (tables.block_table, tables.num_blocks, tables.live_words, tables.free)]
+    assert before == after
+
+
+def test_rows_may_be_narrower_than_the_pool(make_spec, device):
+    tables = DeviceTables(make_spec(), device, max_blocks_per_req=2)
+    assert tables.block_table.shape == (4, 2)
+    tables.set_row(3, [8, 1], [15, 1])
+    assert tables.read_row(3) == ((8, 1), (15, 1))
+    with pytest.raises(SpecError, match="a request holds 3 blocks, max_blocks_per_req=2: raise it, or evict more"):
+        tables.set_row(3, [8, 1, 2], [15, 1, 0])
+    with pytest.raises(SpecError, match="max_blocks_per_req=0: give at least 1"):
+        DeviceTables(make_spec(), device, max_blocks_per_req=0)

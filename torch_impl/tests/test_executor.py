@@ -11,6 +11,8 @@ from vtoken.reclamation.evacuate import EvacuatePlanner
 from vtoken.reclamation.fill import FillPlanner
 from vtoken.reclamation.recycle import recyclable
 from vtoken.reference import ReferenceExecutor
+from vtoken_torch.copy_engine import StreamedCopyEngine
+from vtoken_torch.copy_engine.fake_executor import FakeStreamExecutor
 from vtoken_torch.executor import TorchExecutor
 
 
@@ -134,6 +136,20 @@ def test_the_random_programs_do_move_recycle_and_share(make_spec):
     assert program.num_moves > 50
     assert program.num_recycled > 5
     assert program.num_forks > 2
+
+
+@pytest.mark.parametrize("regime", ["ordered", "fenced"])
+def test_moves_that_happen_late_keep_the_bytes_of_every_live_token(make_spec, regime):
+    executor = FakeStreamExecutor()
+    program = Program(executor, make_spec(num_blocks=40, max_num_reqs=6, regime=regime), seed=0)
+    run(program, 150)
+    assert executor.moves.num_moves == program.num_moves > 20
+
+
+def test_a_store_that_reads_before_the_moves_have_happened_is_noticed(make_spec, monkeypatch):
+    monkeypatch.setattr(StreamedCopyEngine, "wait", lambda self: None)
+    with pytest.raises(AssertionError):
+        run(Program(FakeStreamExecutor(), make_spec(num_blocks=40, max_num_reqs=6), seed=0), 150)
 
 
 def test_attention_agrees_with_the_reference_executor_after_the_same_calls(make_spec):

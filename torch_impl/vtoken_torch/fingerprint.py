@@ -1,4 +1,4 @@
-"""The fingerprint of retained KV on the device (DESIGN §6): the integers of ``vtoken.fingerprint``, vectorised.
+"""The fingerprint of retained KV on the device (SPEC §7): the integers of ``vtoken.fingerprint``, vectorised.
 
 Sums of words times weights run in int32, whose wraparound is arithmetic modulo 2**32; the few values of a token are
 finished in int64 under a mask, where a right shift brings in zeros.
@@ -13,7 +13,7 @@ from torch import Tensor
 from vtoken.fingerprint import SALTS
 from vtoken_torch.kv_cache import KVCache
 
-__all__ = ["fingerprint_slots", "fmix32", "token_fingerprints", "weights"]
+__all__ = ["fingerprint_slots", "fmix32", "kv_fingerprints", "sequence_sums", "token_fingerprints", "weights"]
 
 _MASK: Final = 0xFFFFFFFF
 _GOLDEN: Final = 0x9E3779B9
@@ -52,6 +52,29 @@ def token_fingerprints(cache: KVCache, slots: Tensor) -> Tensor:
 
 def fingerprint_slots(cache: KVCache, slots: Tensor) -> str:
     """16 hex digits over the tokens at ``slots`` (``[n]`` int64, any order) and their positions."""
-    places = fmix32(cache.positions[slots].to(torch.int64) + 1 & _MASK)
-    low, high = (fmix32(token_fingerprints(cache, slots) ^ places).sum(1) & _MASK).tolist()
+    low, high = sequence_sums(token_fingerprints(cache, slots), cache.positions[slots]).tolist()
     return f"{high:08x}{low:08x}"
+
+
+def kv_fingerprints(tokens: Tensor) -> Tensor:
+    """Token fingerprints of KV in canonical order, ``[n, ...]`` of elements of 2 or 4 bytes: ``[2, n]`` int64."""
+    words = tokens.reshape(len(tokens), -1).view(torch.int16)
+    factors = weights(words.shape[1], words.device)
+    sums = torch.empty(2, len(words), dtype=torch.int32, device=words.device)
+    step = max(1, _CHUNK_WORDS // words.shape[1])
+    for first in range(0, len(words), step):
+        part = words[first : first + step].to(torch.int32).bitwise_and_(0xFFFF)  # zero-extended
+        for salt in range(2):
+            sums[salt, first : first + step] = (part * factors[salt]).sum(1, dtype=torch.int32)
+    return fmix32(sums.to(torch.int64) & _MASK)
+
+
+def sequence_sums(fingerprints: Tensor, positions: Tensor) -> Tensor:
+    """Both halves of the sequence fingerprint (SPEC H-2), ``[2]`` int64, the first salt's first.
+
+    Args:
+        fingerprints: of the tokens, ``[2, n]``.
+        positions: theirs, ``[n]``.
+    """
+    places = fmix32(positions.to(torch.int64) + 1 & _MASK)
+    return fmix32(fingerprints ^ places).sum(1) & _MASK

@@ -1,4 +1,4 @@
-"""Where KV lies: the one place that says the layout (DESIGN §6).
+"""Where KV lies: the one place that says the layout.
 
 ``bits`` is ``[num_planes, num_slots, row_elements]``. A plane is one layer's keys or values; plane ``2 * layer`` holds
 keys, ``2 * layer + 1`` values; a row is one token's ``num_kv_heads * head_size`` elements. The planes of one token, in

@@ -1,13 +1,16 @@
-"""The arrays of one pool behind the spec's ``KVStore`` protocol. What is read back is what these arrays hold."""
+"""The arrays of one pool behind the spec's ``KVStore`` protocol. What is read back is what these arrays hold.
 
-from collections.abc import Sequence
+Changes of tables are staged, and go to the device together before the next one reads them (``DeviceTables.flush``).
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 
 from vtoken.executor import Attention, Buffer, KVSpec, RequestObservation
 from vtoken.types import BlockId, Move, Position, SlotId
 from vtoken_torch.attention import attend_slots
-from vtoken_torch.copy_engine import make_copy_engine
+from vtoken_torch.copy_engine import CopyEngine, make_copy_engine
 from vtoken_torch.device_tables import DeviceTables
 from vtoken_torch.fingerprint import fingerprint_slots
 from vtoken_torch.kv_cache import KVCache
@@ -16,19 +19,27 @@ __all__ = ["TorchKVStore"]
 
 
 class TorchKVStore:
-    """KV cache, tables and free flags of one pool on one device."""
+    """KV cache, tables and free flags of one pool on one device.
 
-    def __init__(self, spec: KVSpec, device: torch.device) -> None:
+    Args:
+        spec: shapes, and the regime that the copies keep to.
+        device: where everything lies.
+        make_copies: gives the engine that writes, moves and reads tokens.
+    """
+
+    def __init__(
+        self, spec: KVSpec, device: torch.device, make_copies: Callable[[KVCache], CopyEngine] = make_copy_engine
+    ) -> None:
         self.spec = spec
         self.cache = KVCache(spec, device)
         self.tables = DeviceTables(spec, device)
-        self._copies = make_copy_engine(self.cache)
+        self.copies = make_copies(self.cache)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, slots: Sequence[SlotId], positions: Sequence[Position], kv: Buffer) -> None:
         """Stores tokens: KV bytes ``[len(slots), token_bytes]`` and positions. Slots are distinct."""
-        self._copies.write(slots, kv)
+        self.copies.write(slots, kv)
         self.cache.positions[self._index(slots)] = self._int32(positions)
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -36,7 +47,7 @@ class TorchKVStore:
         if not moves:
             return
         src, dst = [move.src_slot for move in moves], [move.dst_slot for move in moves]
-        self._copies.move(src, dst)
+        self.copies.move(src, dst)
         positions = self.cache.positions
         positions[self._index(dst)] = positions[self._index(src)]
 
@@ -57,6 +68,7 @@ class TorchKVStore:
     def attend(self, row: int, q: Buffer, query_positions: Sequence[Position]) -> Attention:
         """Masked attention over the row's live slots; a query sees the tokens at its position or before."""
         spec = self.spec
+        self.copies.wait()
         queries = torch.frombuffer(bytearray(q), dtype=torch.float32).to(self.cache.device)
         queries = queries.view(len(query_positions), spec.num_layers, spec.num_query_heads, spec.head_size)
         return attend_slots(self.cache, self.tables.live_slots(row), queries, self._int32(query_positions))
@@ -65,7 +77,7 @@ class TorchKVStore:
         """Reads a request back from the arrays."""
         block_ids, live_words = self.tables.read_row(row)
         slots = self.tables.live_slots(row)
-        data, size = self._copies.read(slots), self.spec.token_bytes
+        data, size = self.copies.read(slots), self.spec.token_bytes
         return RequestObservation(
             block_ids=block_ids,
             live_words=live_words,
@@ -76,6 +88,7 @@ class TorchKVStore:
 
     def fingerprint_row(self, row: int) -> str:
         """The fingerprint of ``read_row`` alone: no KV leaves the device."""
+        self.copies.wait()
         return fingerprint_slots(self.cache, self.tables.live_slots(row))
 
     def read_free(self) -> frozenset[BlockId]:

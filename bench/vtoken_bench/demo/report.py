@@ -28,6 +28,7 @@ class Story:
     continuation: str
     missing: Mapping[str, str]
     seconds: Mapping[str, float]
+    serving: Mapping[str, Any] | None = None  # the record of ``vtoken bench pressure``
 
 
 def make_record(comparison: Comparison, recording: Recording, config: VTokenConfig, story: Story) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def make_record(comparison: Comparison, recording: Recording, config: VTokenConf
             "cooldown_steps": config.cooldown_steps,
         },
         "missing_executors": dict(story.missing),
+        "serving": story.serving,
         "rows": [_row(row) for row in comparison.rows],
         "series": _series(comparison, recording),
         "summary": _summary(comparison),

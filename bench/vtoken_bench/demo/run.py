@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,9 +24,10 @@ from vtoken_bench.demo.plot import draw
 from vtoken_bench.demo.prompt import DEFAULT_TOKENS, encode_prompt, read_prompt
 from vtoken_bench.demo.recording import Recording
 from vtoken_bench.demo.report import Story, make_record, render_html
-from vtoken_bench.demo.show import print_text, print_verdict, results_table
+from vtoken_bench.demo.serving import has_vllm, pressure_record
+from vtoken_bench.demo.show import print_serving, print_text, print_verdict, results_table
 from vtoken_bench.models import LoadedModel, check_model_folder, load_model
-from vtoken_bench.progress import progress_bar
+from vtoken_conformance.progress import progress_bar
 
 __all__ = ["run_demo"]
 
@@ -47,26 +49,40 @@ def run_demo(arguments: argparse.Namespace) -> int:
     names: Sequence[str] = list(dict.fromkeys(arguments.executor or DEFAULT_EXECUTORS))
     with staged(arguments.out) as staging:
         executors, missing = _executors(names, must_load=bool(arguments.executor))
-        with _progress() as progress:
-            demo = _Demo(arguments, progress)
+        demo = _Demo(arguments, _progress())
+        serving = demo.serve(missing)
+        with demo.progress:
             model, recording = demo.record(prompt, text)
             comparison = demo.compare(recording, configs, executors)
-        story = _story(model, prompt, recording, missing, demo.seconds)
+        story = replace(_story(model, prompt, recording, missing, demo.seconds), serving=serving)
         record = make_record(comparison, recording, configs[0], story)
         _write(staging, record, comparison, recording)
         if arguments.json:
             write_json(arguments.json, record)
     _print(record, names, arguments.out)
-    return 0 if comparison.same_bytes else 1
+    leaked = serving["summary"]["leaked_blocks"] if serving else 0
+    return 0 if comparison.same_bytes and not leaked else 1
 
 
 class _Demo:
-    """The two long parts, with their progress bars and clocks."""
+    """The long parts, with their progress bars and clocks."""
 
     def __init__(self, arguments: argparse.Namespace, progress: Progress) -> None:
         self.arguments = arguments
         self.progress = progress
         self.seconds: dict[str, float] = {}
+
+    def serve(self, missing: dict[str, str]) -> dict[str, Any] | None:
+        if self.arguments.no_serving:
+            return None
+        with self._clock("serving"):
+            try:
+                return pressure_record(self.arguments.model)
+            except SpecError as error:
+                if not self.arguments.model and has_vllm():
+                    raise
+                missing["vllm"] = str(error)
+                return None
 
     def record(self, prompt: str, text: str) -> tuple[LoadedModel, Recording]:
         arguments = self.arguments
@@ -176,6 +192,8 @@ def _print(record: dict[str, Any], executors: Sequence[str], out: Path) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 110
+    if record["serving"]:
+        print_serving(console, record["serving"])
     print_text(console, record)
     console.print(results_table(record, executors, console.width))
     print_verdict(console, record)

@@ -9,7 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_text", "print_verdict", "results_table"]
+from vtoken_bench.pressure_report import print_pressure
+
+__all__ = ["print_serving", "print_text", "print_verdict", "results_table"]
 
 _SHOWN_LINES = 8
 _WIDE = 96  # columns
@@ -65,6 +67,12 @@ def print_verdict(console: Console, record: Mapping[str, Any]) -> None:
         console.print(f"[bold red]Difference:[/] {escape(line)}", highlight=False, soft_wrap=True)
     for name, reason in record["missing_executors"].items():
         console.print(f"[yellow]{name} is missing:[/] {escape(reason)}", highlight=False, soft_wrap=True)
+
+
+def print_serving(console: Console, record: Mapping[str, Any]) -> None:
+    """What vToken gives inside vLLM: its table, and what the table says."""
+    print_pressure(console, record, "[bold]Inside vLLM:[/] ")
+    console.print()
 
 
 def print_text(console: Console, record: Mapping[str, Any]) -> None:

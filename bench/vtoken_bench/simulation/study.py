@@ -1,4 +1,4 @@
-"""The same victims in five variants: one request alone, then as many as the pool takes (DESIGN §0, SIM_NOTES)."""
+"""The same victims in five variants: one request alone, then as many as the pool takes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

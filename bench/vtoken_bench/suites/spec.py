@@ -1,4 +1,4 @@
-"""``vtoken bench spec``: the costs that DESIGN §8 bounds, measured on the spec in pure Python."""
+"""``vtoken bench spec``: the spec's costs in pure Python, measured against their bounds."""
 
 import argparse
 from pathlib import Path
@@ -51,10 +51,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(num_requests: int, repeats: int) -> "list[Row]":
-    from vtoken_bench.progress import progress_bar
     from vtoken_bench.record import Row
     from vtoken_bench.spec_costs import MEMORY_BOUND_BYTES, bytes_per_token, costs
     from vtoken_bench.timing import Spread, interleaved
+    from vtoken_conformance.progress import progress_bar
 
     with progress_bar() as progress:
         task = progress.add_task("builds requests", total=repeats + 1)
@@ -65,7 +65,7 @@ def _measured(num_requests: int, repeats: int) -> "list[Row]":
     rows = [
         Row(cost.name, "us", spread, cost.bound_us, cost.params) for cost, spread in zip(todo, spreads, strict=True)
     ]
-    return [*rows, Row("bytes_per_token", "bytes", Spread(num_bytes, num_bytes, num_bytes), MEMORY_BOUND_BYTES)]
+    return [*rows, Row("bytes_per_token", "bytes", Spread.of([num_bytes]), MEMORY_BOUND_BYTES)]
 
 
 def _check_growth(rows: "Sequence[Row]") -> float:

@@ -1,1 +1,1 @@
-"""Attention over a paged pool: one file for each way to compute it, all with the signature of ``decode_xla``."""
+"""Attention over a paged pool: decode in three ways behind one function, and prefill of a chunk over paged history."""

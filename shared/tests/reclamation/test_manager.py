@@ -160,12 +160,30 @@ def test_lazy_mode_rests_after_an_attempt(make_world: MakeWorld) -> None:
     assert manager.check(table, world.pool, 11)
 
 
-def test_lazy_mode_counts_why_an_attempt_came_to_nothing(make_world: MakeWorld) -> None:
-    world, table = lazy_world(make_world, "xx.. xx.. x...", num_free=0)
-    manager = make_manager(mode="lazy")
-    assert manager.plan(table, world.pool, 0) is None
-    assert manager.refused == {"not profitable, or no target free": 1}
+@pytest.mark.parametrize(
+    ("picture", "num_free", "reason"),
+    [
+        ("xx.. xx.. x...", 0, "no target free"),
+        ("xx.. xx.. xx.. xx.. x...", 0, "no target free"),
+        ("xx.. xxxx x...", 0, "not profitable"),  # a block for a block, whatever is free
+        ("xx.. xxxx x...", 4, "not profitable"),
+    ],
+)
+def test_lazy_mode_counts_why_an_attempt_came_to_nothing(
+    make_world: MakeWorld, picture: str, num_free: int, reason: str
+) -> None:
+    world, table = lazy_world(make_world, picture, num_free=num_free)
+    manager = make_manager(mode="lazy", theta_fragmentation=0.0)
+    assert manager.plan(table, world.pool, 0, force=True) is None
+    assert manager.refused == {reason: 1}
     assert (manager.num_plans, manager.num_moves) == (0, 0)
+
+
+def test_naive_counts_attempts_that_found_no_dead_block(make_world: MakeWorld) -> None:
+    world = make_world()
+    manager = make_manager(variant="naive")
+    assert manager.plan(world.lay("a", "x.xx ..xx x"), world.pool, 0) is None
+    assert manager.refused == {"no block without a live token": 1}
 
 
 def test_an_exhausted_pool_skips_the_watermark_the_rest_and_the_number_of_sources(make_world: MakeWorld) -> None:

@@ -13,11 +13,15 @@ from vtoken.policies.base import (
     smoothed,
 )
 from vtoken.policies.mass import MassRecorder
+from vtoken.policies.ranking import Choice, RankedPolicy, Ranking
 
 __all__ = [
+    "Choice",
     "MassNeed",
     "MassRecorder",
     "Policy",
+    "RankedPolicy",
+    "Ranking",
     "RequestView",
     "Signal",
     "evictable",

@@ -1,4 +1,4 @@
-"""What a policy sees and what the policies share: view, signals, budget, smoothing, choice (DESIGN §4)."""
+"""What a policy sees and what the policies share: view, signals, budget, smoothing, choice."""
 
 import heapq
 from bisect import bisect_left
@@ -19,6 +19,7 @@ __all__ = [
     "RequestView",
     "Signal",
     "evictable",
+    "evictable_spans",
     "lowest",
     "num_victims",
     "smoothed",
@@ -120,17 +121,26 @@ def evictable(view: RequestView, recent: int = 0, sinks: int | None = None) -> I
             recency goes by position, never by slot.
         sinks: replaces ``config.num_sinks``, for a policy that has none by definition.
     """
-    config, positions = view.config, view.live_positions
+    positions = view.live_positions
+    return chain.from_iterable(
+        range(bisect_left(positions, low), bisect_left(positions, high))
+        for low, high in evictable_spans(view, recent, sinks)
+    )
+
+
+def evictable_spans(
+    view: RequestView, recent: int = 0, sinks: int | None = None
+) -> Iterator[tuple[Position, Position]]:
+    """The half-open position ranges behind ``evictable``, ascending and disjoint; reads no live position."""
+    config = view.config
     start = config.num_sinks if sinks is None else sinks
     recent = min(recent, max(0, view.budget - start)) if config.recent is None else config.recent
     end = view.num_computed_tokens - recent
     protected = ((0, view.prompt_len),) if config.protected == "prompt" else config.protected
-    spans = []
-    for low, high in sorted(protected):
-        spans.append(range(bisect_left(positions, start), bisect_left(positions, min(low, end))))
+    for low, high in (*sorted(protected), (end, end)):
+        if start < min(low, end):
+            yield start, min(low, end)
         start = max(start, high)
-    spans.append(range(bisect_left(positions, start), bisect_left(positions, end)))
-    return chain.from_iterable(spans)
 
 
 def lowest(view: RequestView, scores: Sequence[float], recent: int = 0) -> list[Position]:

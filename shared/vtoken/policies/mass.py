@@ -1,4 +1,4 @@
-"""Attention mass of one request, kept on the host as its policy declares (DESIGN §4)."""
+"""Attention mass of one request, kept on the host as its policy declares (SPEC A-3)."""
 
 from array import array
 from bisect import bisect_right

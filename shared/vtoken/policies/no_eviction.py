@@ -9,7 +9,7 @@ __all__ = ["NoEvictionPolicy"]
 
 
 class NoEvictionPolicy(Policy):
-    """Keeps every token, whatever the budget: the engine as it is (DESIGN §0, ``native``). No paper, no heads."""
+    """Keeps every token, whatever the budget: the engine as it is (variant ``native``). No paper, no heads."""
 
     name = "none"
 

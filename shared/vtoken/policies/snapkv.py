@@ -1,10 +1,8 @@
 """Attention of the last queries of the prompt, pooled over neighbours."""
 
-from collections.abc import Sequence
-
 from vtoken.config import VTokenConfig
-from vtoken.policies.base import MassNeed, Policy, RequestView, Signal, lowest, smoothed
-from vtoken.types import Position
+from vtoken.policies.base import MassNeed, RequestView
+from vtoken.policies.ranking import RankedPolicy, Ranking
 
 __all__ = ["SnapKVPolicy"]
 
@@ -12,7 +10,7 @@ _HISTORY = 32
 _POOL = 7
 
 
-class SnapKVPolicy(Policy):
+class SnapKVPolicy(RankedPolicy):
     """SnapKV (Li et al., arXiv 2404.14469): keeps what the last ``history`` (32) queries look at, in spans.
 
     The paper chooses once, after the prompt, in each head and layer. Here one sum over all heads and layers ranks
@@ -22,15 +20,14 @@ class SnapKVPolicy(Policy):
     """
 
     name = "snapkv"
-    signals = frozenset({Signal.ATTENTION_MASS})
 
     def mass_need(self, config: VTokenConfig) -> MassNeed:
         """The sum over the last ``history`` queries."""
         return MassNeed(window=config.history or _HISTORY)
 
-    def select_victims(self, view: RequestView) -> Sequence[Position]:
-        """The tokens with the least pooled mass in the window; none during prefill."""
+    def ranking(self, view: RequestView) -> Ranking | None:
+        """The least pooled mass in the window goes; nobody during prefill."""
         if view.num_computed_tokens < view.prompt_len:
-            return ()
+            return None
         recent = min(view.config.history or _HISTORY, view.budget // 2)
-        return lowest(view, smoothed(view, view.mass, _POOL), recent)
+        return Ranking(recent=recent, smooth=_POOL)

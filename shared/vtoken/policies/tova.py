@@ -1,15 +1,13 @@
 """Least attention from the last query."""
 
-from collections.abc import Sequence
-
 from vtoken.config import VTokenConfig
-from vtoken.policies.base import MassNeed, Policy, RequestView, Signal, lowest, smoothed
-from vtoken.types import Position
+from vtoken.policies.base import MassNeed, RequestView
+from vtoken.policies.ranking import RankedPolicy, Ranking
 
 __all__ = ["TOVAPolicy"]
 
 
-class TOVAPolicy(Policy):
+class TOVAPolicy(RankedPolicy):
     """TOVA (Oren et al., arXiv 2401.06104): drops what the last query looks at least; no sinks or window of its own.
 
     The paper averages over the heads of each layer and drops layer by layer, one token a step; here one row over
@@ -18,12 +16,11 @@ class TOVAPolicy(Policy):
     """
 
     name = "tova"
-    signals = frozenset({Signal.ATTENTION_MASS})
 
     def mass_need(self, config: VTokenConfig) -> MassNeed:
         """The last row alone."""
         return MassNeed(window=1)
 
-    def select_victims(self, view: RequestView) -> Sequence[Position]:
-        """The tokens with the least mass in the last row."""
-        return lowest(view, smoothed(view, view.mass), recent=1)
+    def ranking(self, view: RequestView) -> Ranking:
+        """The least mass in the last row goes."""
+        return Ranking(recent=1)

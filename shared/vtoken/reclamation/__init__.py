@@ -1,4 +1,4 @@
-"""Reclamation: planners, the manager that decides when they run, admission and pressure (DESIGN §5)."""
+"""Reclamation: planners, the manager that decides when they run, admission and pressure (SPEC §4, §9)."""
 
 from vtoken.errors import SpecError
 from vtoken.reclamation.evacuate import EvacuatePlanner

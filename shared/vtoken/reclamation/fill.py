@@ -7,11 +7,30 @@ kernels serve it. Order within a request changes, which attention does not see.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from vtoken.reclamation.plan import PoolView, ReclamationPlan, TableView, tokens_in
 from vtoken.types import BlockId, Move, Position, SlotId, cdiv, set_bits
 
-__all__ = ["FillPlanner"]
+__all__ = ["FillPlanner", "HeldBlocks", "num_fresh_blocks"]
+
+
+class HeldBlocks(Protocol):
+    """As much of a ``TableView`` as it takes to count blocks."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def block_ids(self) -> Sequence[BlockId]: ...
+    @property
+    def live_words(self) -> Sequence[int]: ...
+    @property
+    def num_live_tokens(self) -> int: ...
+
+
+def num_fresh_blocks(table: HeldBlocks, pool: PoolView) -> int:
+    """Free blocks that ``fill`` takes for such a table, to copy survivors of blocks that are not private into."""
+    return _sort_blocks(table, pool).num_fresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +69,7 @@ class FillPlanner:
         )
 
 
-def _sort_blocks(table: TableView, pool: PoolView) -> _Sorted:
+def _sort_blocks(table: HeldBlocks, pool: PoolView) -> _Sorted:
     size = table.block_size
     counts = [word.bit_count() for word in table.live_words]
     others = pool.not_private(table.block_ids)

@@ -1,4 +1,4 @@
-"""When a plan is made: the paper's trigger for lazy mode, at every chance for eager mode (SPEC M-4, DESIGN §5)."""
+"""When a plan is made: the paper's trigger for lazy mode, at every chance for eager mode (SPEC M-4)."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from vtoken.reclamation.evacuate import EvacuatePlanner
 from vtoken.reclamation.fill import FillPlanner
 from vtoken.reclamation.plan import Planner, PoolView, ReclamationPlan, TableView
 from vtoken.reclamation.release import ReleasePlanner
-from vtoken.types import ReqId
+from vtoken.types import ReqId, cdiv
 
 __all__ = ["ReclamationManager"]
 
@@ -60,7 +60,7 @@ class ReclamationManager:
             planner = self._evacuate
         plan = planner.plan(table, pool)
         if plan is None:
-            self.refused["not profitable, or no target free"] += 1
+            self.refused[self._reason(planner, table, pool)] += 1
             return None
         self.num_plans += 1
         self.num_moves += len(plan.moves)
@@ -70,6 +70,16 @@ class ReclamationManager:
         """Drops what is kept for a request that has ended or was preempted."""
         self._last_attempt.pop(req_id, None)
         self._last_release.pop(req_id, None)
+
+    def _reason(self, planner: Planner, table: TableView, pool: PoolView) -> str:
+        """Why the planner made none, although it was due."""
+        if planner is self._release:
+            return "no block without a live token"
+        if planner is self._evacuate:
+            counts = self._evacuate.source_counts(table, pool)
+            if len(counts) <= cdiv(sum(counts.values()), table.block_size):
+                return "not profitable"
+        return "no target free"
 
     def _lazy_trigger(self, table: TableView, pool: PoolView, step: int, force: bool) -> bool:
         config = self.config

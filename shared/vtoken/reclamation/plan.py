@@ -1,4 +1,4 @@
-"""Plans and the two views that planners read (DESIGN §5)."""
+"""Plans and the two views that planners read (SPEC R-1)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))  # vllm_world, vllm_reference
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-NEEDS_NONE = ("test_options.py",)
+NEEDS_NONE = ("test_options.py", "test_serve.py", "test_stats.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

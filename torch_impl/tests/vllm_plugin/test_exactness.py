@@ -1,5 +1,7 @@
 """Greedy tokens and logprobs on the real engine against transformers with an explicit mask."""
 
+from itertools import pairwise
+
 import pytest
 
 POLICIES = {
@@ -50,13 +52,23 @@ def test_chunked_prefill_evicts_between_the_chunks(world, reference, tokens, chu
 
 
 def test_preempted_requests_resume_and_repeat_their_evictions(world, reference, tokens):
-    settings = {"policy": "streaming_llm", "kv_budget": 150, "interval": 8, "when": "always"}
+    settings = {"policy": "random", "kv_budget": 70, "interval": 8, "when": "always"}  # asked again, it chose others
     with world(settings, num_blocks=17) as engine:
-        for _ in range(5):
-            engine.submit(tokens(60), 170)
+        for length in (100, 64, 80):
+            engine.submit(tokens(length), 120, vtoken_off=True)
+        engine.submit(tokens(110), 100)  # evicts until those before it need its blocks
         engine.run()
         assert engine.counts["preemptions"] > 0
         engine.assert_exact(reference)
+        num_repeated = 0
+        for outcome in engine.outcomes.values():
+            for epoch, resumed in pairwise(outcome.epochs):
+                dead = {position for _, position in epoch.deaths}
+                first = min((count for count, _ in resumed.deaths), default=0)
+                rebuilt = {position for count, position in resumed.deaths if count == first}
+                assert dead <= rebuilt, "a victim lives again"
+                num_repeated += len(dead)
+        assert num_repeated > 0, "nobody was preempted who had evicted"
         engine.assert_nothing_left()
 
 

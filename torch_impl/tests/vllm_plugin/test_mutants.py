@@ -6,18 +6,21 @@ SETTINGS = {"policy": "random", "kv_budget": 50, "recent": 8, "interval": 8, "wh
 
 
 def _no_slot_shift(monkeypatch):
-    from vllm.v1.worker.block_table import MultiGroupBlockTable
-
     from vtoken_torch.vllm_plugin.runner_v1 import EvictingRunnerV1
 
-    count_live = EvictingRunnerV1._count_live
+    packed = EvictingRunnerV1.packed
 
-    def mutant(self, num_tokens):
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(MultiGroupBlockTable, "compute_slot_mapping", lambda *args: None)
-            count_live(self, num_tokens)
+    def mutant(self, positions):
+        packed(self, positions)
+        return positions
 
-    monkeypatch.setattr(EvictingRunnerV1, "_count_live", mutant)
+    monkeypatch.setattr(EvictingRunnerV1, "packed", mutant)
+
+
+def _logical_lengths(monkeypatch):
+    from vtoken_torch.vllm_plugin.runner_v1 import EvictingRunnerV1
+
+    monkeypatch.setattr(EvictingRunnerV1, "_count_live", lambda self: None)
 
 
 def _packed_positions(monkeypatch):
@@ -25,10 +28,10 @@ def _packed_positions(monkeypatch):
 
     count_live = EvictingRunnerV1._count_live
 
-    def mutant(self, num_tokens):
-        count_live(self, num_tokens)
-        dead = [self._num_evicted.get(req_id, 0) for req_id in self.input_batch.req_ids]
-        for index, row in enumerate(self.req_indices.np[:num_tokens]):
+    def mutant(self):
+        count_live(self)
+        dead = self.rows.dead_on_host
+        for index, row in enumerate(self.req_indices.np[: self.query_start_loc.np[len(dead)]]):
             self.positions[index] -= dead[row]
 
     monkeypatch.setattr(EvictingRunnerV1, "_count_live", mutant)
@@ -59,7 +62,8 @@ def _row_major_keys(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mutate", [_no_slot_shift, _packed_positions, _no_moves, _recycled_token_appended, _row_major_keys]
+    "mutate",
+    [_no_slot_shift, _logical_lengths, _packed_positions, _no_moves, _recycled_token_appended, _row_major_keys],
 )
 def test_a_broken_worker_says_something_else(world, reference, tokens, monkeypatch, mutate):
     mutate(monkeypatch)

@@ -29,14 +29,18 @@ def test_engine_options_become_one_checked_config(tmp_path):
         (7, "give a mapping"),
         ({}, "policy is missing"),
         ({**ENGINE, "kv_bugdet": 1}, "did you mean 'kv_budget'"),
-        ({**ENGINE, "copy_stream": "own"}, "copy_stream='own': copies run on the compute stream"),
-        ({**ENGINE, "verify": True}, "verify=True: online verification is not there yet"),
+        ({**ENGINE, "copy_stream": "side"}, "copy_stream='side': give 'compute', 'own' or 'sync'"),
+        ({**ENGINE, "verify": "yes"}, "verify='yes': give true or false"),
         ({**ENGINE, "mode": "lazy"}, "mode='lazy': vLLM's kernels read packed layouts alone"),
         ({**ENGINE, "regime": "fenced"}, "regime='fenced'"),
-        ({**ENGINE, "timeline": "x"}, "timeline='x'"),
+        ({**ENGINE, "timeline": 3}, "timeline=3: give the path of a file"),
         ({**ENGINE, "replay_trace": 3}, "replay_trace=3: give the path"),
-        ({**ENGINE, "policy": "h2o"}, "policy='h2o' needs attention_mass, which the vLLM plugin does not collect yet"),
         ({**ENGINE, "policy": "h20"}, "did you mean"),
+        (
+            {**ENGINE, "variant": "naive", "keep_prompt_cache": True},
+            "keep_prompt_cache=True: the variant 'naive' copies",
+        ),
+        ({**ENGINE, "keep_prompt_cache": 3}, "keep_prompt_cache=3: give true or false"),
     ],
 )
 def test_bad_engine_options_are_refused_with_the_remedy(given, words):
@@ -68,32 +72,160 @@ def test_a_request_changes_the_engines_config(extra_args, changes):
     assert request_config(extra_args, DEFAULT) == DEFAULT.with_changes(**changes)
 
 
+NO_BUDGET = VTokenConfig(policy="none")
+PAIRS = "give [a0, b0, a1, b1, ...], half-open ranges one after another, each with 0 <= a <= b"
+NEEDS_BUDGET = "it has no budget, neither here nor from the engine: give"
+
+
 @pytest.mark.parametrize(
-    ("extra_args", "words"),
+    ("extra_args", "default", "message"),
     [
-        ({"vtoken_budget": 0}, "vtoken_budget=0: give a number of tokens of at least 1"),
-        ({"vtoken_budget": "many"}, "vtoken_budget='many': give a number"),
-        ({"vtoken_ratio": 2}, "vtoken_ratio=2: give a share"),
-        ({"vtoken_budget": 5, "vtoken_ratio": 0.5}, "exactly one of kv_budget and eviction_ratio"),
-        ({"vtoken_sinks": -1}, "vtoken_sinks=-1: give an integer"),
-        ({"vtoken_recent": 1.5}, "vtoken_recent=1.5"),
-        ({"vtoken_seed": "x"}, "vtoken_seed='x'"),
-        ({"vtoken_policy": "h2o"}, "vtoken_policy='h2o' needs attention_mass"),
-        ({"vtoken_policy": "sreaming_llm"}, "did you mean 'streaming_llm'"),
-        ({"vtoken_policy": 3}, "vtoken_policy=3: name a policy"),
-        ({"vtoken_protect": [1, 2, 3]}, "vtoken_protect=[1, 2, 3]: give [a0, b0, a1, b1, ...]"),
-        ({"vtoken_protect": [9, 2]}, "protected"),
-        ({"vtoken_protect": "prompt"}, "vtoken_protect='prompt'"),
-        ({"vtoken_protect": [0, 4], "vtoken_protect_prompt": 1}, "give one of both"),
-        ({"vtoken_off": "yes"}, "vtoken_off='yes': give true or false"),
-        ({"vtoken_bugdet": 4}, "did you mean 'vtoken_budget'"),
-        ({"vtoken": 4}, "vtoken=4: give a mapping"),
-        ({"vtoken": {"kv_budget": 4}, "vtoken_seed": 1}, "give one of both forms"),
-        ({"vtoken": {"when": "always"}}, "when='always': it holds for the whole engine"),
-        ({"vtoken": {"nonsense": 1}}, "nonsense=1: unknown option"),
+        ({"vtoken_budget": 0}, DEFAULT, "vtoken_budget=0: give a number of tokens of at least 1"),
+        ({"vtoken_budget": "many"}, DEFAULT, "vtoken_budget='many': give a number of tokens of at least 1"),
+        ({"vtoken_ratio": 2}, DEFAULT, "vtoken_ratio=2: give a share between 0 and 1"),
+        ({"vtoken_ratio": 1}, DEFAULT, "vtoken_ratio=1 would drop every token: give a share below 1"),
+        (
+            {"vtoken_budget": 5, "vtoken_ratio": 0.5},
+            DEFAULT,
+            "vtoken_budget=5 beside vtoken_ratio=0.5: give one of both",
+        ),
+        (
+            {"vtoken": {"kv_budget": 5, "eviction_ratio": 0.5}},
+            DEFAULT,
+            "kv_budget=5 beside eviction_ratio=0.5: give one of both",
+        ),
+        (
+            {"vtoken_policy": "random"},
+            NO_BUDGET,
+            f"vtoken_policy='random': {NEEDS_BUDGET} vtoken_budget or vtoken_ratio",
+        ),
+        ({"vtoken": {"policy": "random"}}, NO_BUDGET, f"policy='random': {NEEDS_BUDGET} kv_budget or eviction_ratio"),
+        (
+            {"vtoken": {"kv_budget": None}},
+            DEFAULT,
+            f"policy='streaming_llm': {NEEDS_BUDGET} kv_budget or eviction_ratio",
+        ),
+        ({"vtoken_sinks": -1}, DEFAULT, "vtoken_sinks=-1: give an integer of at least 0"),
+        ({"vtoken_recent": 1.5}, DEFAULT, "vtoken_recent=1.5: give an integer of at least 0"),
+        ({"vtoken_seed": "x"}, DEFAULT, "vtoken_seed='x': give an integer of at least 0"),
+        ({"vtoken": {"interval": 0}}, DEFAULT, "interval=0: give an integer of at least 1"),
+        ({"vtoken": {"page_size": "8"}}, DEFAULT, "page_size='8': give an integer of at least 1"),
+        *(
+            (
+                {"vtoken_policy": "sreaming_llm"},
+                default,
+                "vtoken_policy='sreaming_llm': unknown policy 'sreaming_llm': did you mean 'streaming_llm'?",
+            )
+            for default in (DEFAULT, NO_BUDGET)
+        ),
+        *(
+            (
+                {"vtoken_policy": 3},
+                default,
+                "vtoken_policy=3: name a policy, for example 'streaming_llm' ('none' evicts nothing)",
+            )
+            for default in (DEFAULT, NO_BUDGET)
+        ),
+        *(
+            ({"vtoken_protect": ranges}, DEFAULT, f"vtoken_protect={ranges!r}: {PAIRS}")
+            for ranges in ([1, 2, 3], [9, 2], [-1, 2], [0, 2.5], [0, True], ["a", 2], "prompt")
+        ),
+        (
+            {"vtoken": {"protected": [[9, 2]]}},
+            DEFAULT,
+            "protected range (9, 2): give 0 <= start <= end",
+        ),
+        (
+            {"vtoken_protect": [0, 4], "vtoken_protect_prompt": 1},
+            DEFAULT,
+            "vtoken_protect_prompt=true beside vtoken_protect=[0, 4]: give one of both",
+        ),
+        (
+            {"vtoken": {"protected": [[0, 4]], "protect_prompt": True}},
+            DEFAULT,
+            "protect_prompt=true beside protected=[[0, 4]]: give one of both",
+        ),
+        ({"vtoken_off": "yes"}, DEFAULT, "vtoken_off='yes': give true or false"),
+        ({"vtoken_bugdet": 4}, DEFAULT, "vtoken_bugdet=4: unknown option, did you mean 'vtoken_budget'?"),
+        ({"vtoken": 4}, DEFAULT, "vtoken=4: give a mapping, for example {'kv_budget': 256}"),
+        (
+            {"vtoken": {"kv_budget": 4}, "vtoken_seed": 1},
+            DEFAULT,
+            "vtoken={'kv_budget': 4} beside vtoken_seed: give one of both forms",
+        ),
+        (
+            {"vtoken": {"when": "always"}},
+            DEFAULT,
+            "when='always': it holds for the whole engine, set it in additional_config",
+        ),
+        (
+            {"vtoken": {"nonsense": 1}},
+            DEFAULT,
+            (
+                "nonsense=1: unknown option, known: policy, kv_budget, eviction_ratio, interval, num_sinks, recent, "
+                "protected, seed, page_size, off, protect_prompt"
+            ),
+        ),
     ],
 )
-def test_bad_request_settings_name_field_value_and_remedy(extra_args, words):
+def test_bad_request_settings_name_field_value_and_remedy(extra_args, default, message):
     with pytest.raises(SpecError) as caught:
+        request_config(extra_args, default)
+    assert str(caught.value) == message
+
+
+def test_a_request_brings_the_budget_that_an_engine_without_a_policy_lacks():
+    changes = {"policy": "random", "kv_budget": 9}
+    assert request_config({"vtoken_policy": "random", "vtoken_budget": 9}, NO_BUDGET) == NO_BUDGET.with_changes(
+        **changes
+    )
+    assert request_config({"vtoken_budget": 9}, NO_BUDGET) == NO_BUDGET.with_changes(kv_budget=9)
+    assert request_config({"vtoken": {"interval": 8, "page_size": 4}}, DEFAULT) == DEFAULT.with_changes(
+        interval=8, page_size=4
+    )
+
+
+def test_each_engine_of_several_has_files_of_its_own():
+    files = {"record_trace": "a/victims.jsonl", "replay_trace": "b/victims.jsonl", "timeline": "c/steps.jsonl"}
+    options = PluginOptions.required({"vtoken": {**ENGINE, **files}})
+    assert options.of_engine(0) == options
+    third = options.of_engine(2)
+    assert [str(path) for path in (third.record_trace, third.replay_trace, third.timeline)] == [
+        "a/victims.2.jsonl",
+        "b/victims.2.jsonl",
+        "c/steps.2.jsonl",
+    ]
+    none = PluginOptions.required({"vtoken": ENGINE})
+    assert none.of_engine(2) == none
+
+
+@pytest.mark.parametrize("policy", ["h2o", "scissorhands", "tova", "snapkv", "paged_eviction"])
+def test_policies_that_look_at_attention_are_served(policy):
+    assert request_config({"vtoken_policy": policy}, DEFAULT).policy == policy
+    assert PluginOptions.required({"vtoken": {**ENGINE, "policy": policy}}).config.policy == policy
+
+
+def test_a_policy_that_looks_at_keys_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "keys_alone.py").write_text(
+        "from vtoken.policies import Policy, Signal\n\n\n"
+        "class KeysAlone(Policy):\n"
+        '    name = "keys_alone"\n'
+        "    signals = frozenset({Signal.KEY_NORM, Signal.ATTENTION_MASS})\n"
+    )
+    info = tmp_path / "keys_alone-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: keys-alone\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vtoken.policies]\nkeys_alone = keys_alone:KeysAlone\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SpecError, match="vtoken_policy='keys_alone' needs key_norm, which the vLLM plugin does not"):
+        request_config({"vtoken_policy": "keys_alone"}, DEFAULT)
+
+
+@pytest.mark.parametrize("extra_args", [{"vtoken": {3: 4}}, {"vtoken": {None: 1}}, [1], "vtoken"])
+def test_what_is_no_mapping_of_names_is_refused_by_its_value(extra_args):
+    with pytest.raises(SpecError, match=r"^(vtoken|extra_args)=.*(give a mapping|use one of)"):
         request_config(extra_args, DEFAULT)
-    assert words in str(caught.value)
+
+
+def test_numbers_among_others_extra_args_are_none_of_ours():
+    assert request_config({3: 4, "other": 5}, DEFAULT) is DEFAULT

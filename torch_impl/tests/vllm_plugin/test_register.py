@@ -18,7 +18,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST
 from vllm.plugins import load_general_plugins
-owners = (SamplingParams, Scheduler, FullAttentionManager)
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+owners = (SamplingParams, Scheduler, FullAttentionManager, AsyncLLM, InputProcessor)
 before = [dict(vars(owner)) for owner in owners]
 load_general_plugins(); register()
 assert [dict(vars(owner)) for owner in owners] == before, "a class was patched"
@@ -85,6 +87,14 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(world, tokens, tiny_lla
     assert json.loads(line.removeprefix("tokens ")) == said
 
 
+def test_settings_that_no_class_would_read_are_refused_at_start(world):
+    from vtoken_torch.vllm_plugin.validation import check_requests
+
+    check_requests()
+    with pytest.raises(ValueError, match=r"nothing reads it: set scheduler_cls='vtoken_torch.* and worker_cls="):
+        world(None, additional_config={"vtoken": SETTINGS})
+
+
 def test_a_bad_request_is_a_value_error_and_the_engine_lives_on(world, reference, tokens):
     with world({"policy": "streaming_llm", "kv_budget": 64, "when": "always"}) as engine:
         with pytest.raises(ValueError, match=r"vtoken_budget=-3: give a number of tokens of at least 1"):
@@ -100,8 +110,11 @@ def test_a_bad_request_is_a_value_error_and_the_engine_lives_on(world, reference
 def test_settings_that_slip_through_turn_eviction_off_for_their_request_alone(world, reference, tokens, monkeypatch):
     from vllm import SamplingParams
 
+    from vtoken_torch.vllm_plugin.capacity import Capacity
+
     with world({"policy": "streaming_llm", "kv_budget": 40, "when": "always", "interval": 8}) as engine:
         monkeypatch.setattr(SamplingParams, "_verify_extra_args", lambda self: None)
+        monkeypatch.setattr(Capacity, "check", lambda self, *args: None)
         engine.submit(tokens(90), 20, vtoken_budget="nonsense")
         engine.submit(tokens(90), 20)
         engine.run()

@@ -25,6 +25,71 @@ def test_freed_blocks_serve_waiting_requests(world, reference, tokens):
     assert peaks["vtoken"][2] < peaks["native"][2], peaks
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["in step", "async"])
+def test_a_request_starts_in_the_pass_that_frees_its_blocks(world, reference, tokens, is_async):
+    starts = []
+    with world(ALWAYS, num_blocks=18, async_scheduling=is_async) as engine:
+        schedule = engine.scheduler.schedule
+
+        def watched(*args, **kwargs):
+            num_free = engine.pool.get_num_free_blocks()
+            output = schedule(*args, **kwargs)
+            starts.extend(
+                (len(request.prompt_token_ids), num_free, set(output.vtoken_record.block_ids))
+                for request in output.scheduled_new_reqs
+            )
+            return output
+
+        engine.scheduler.schedule = watched
+        engine.submit(tokens(250), 40)
+        engine.submit(tokens(254), 40, vtoken_off=True)  # both together: 16 of 17 blocks
+        engine.step()
+        engine.submit(tokens(100), 40)
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+    assert [length for length, _, _ in starts] == [250, 254, 100]
+    _, num_free, planned = starts[2]
+    assert num_free < 4, "there was room before"
+    assert {req_id.split("-")[0] for req_id in planned} == {"0"}
+
+
+def test_under_pressure_who_has_most_gives_first_until_enough_is_free(world, reference, tokens):
+    low, high, total = 0.1, 0.5, 32
+    settings = {**ALWAYS, "kv_budget": 40, "when": "pressure", "pressure_low": low, "pressure_high": high}
+    passes = []
+    with world(settings, num_blocks=total + 1) as engine:
+        side = engine.scheduler.vtoken
+        relieve, counters = side.relieve, side.counters
+
+        def watched(is_short):
+            before, num_evicted = engine.pool.get_num_free_blocks(), counters.num_evicted_tokens
+            offers = {req_id: side._blocks_to_give(req_id, running) for req_id, running in side._running.items()}
+            gave = relieve(is_short)
+            free = engine.pool.get_num_free_blocks()
+            passes.append((is_short, before, free, counters.num_evicted_tokens - num_evicted, offers, gave))
+            return gave
+
+        side.relieve = watched
+        for length in (100, 300, 200):
+            engine.submit(tokens(length), 140)
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+        assert engine.counts["preemptions"] == 0
+    assert not any(is_short for is_short, *_ in passes)
+    ample = [each for each in passes if each[1] >= low * total]
+    assert len(ample) > 50
+    assert not any(num_evicted for _, _, _, num_evicted, _, _ in ample)
+    (short,) = (each for each in passes if each[1] < low * total)  # once, then there is room to the end
+    _, _, free, num_evicted, offers, gave = short
+    assert num_evicted > 0
+    assert free >= high * total
+    assert [req_id.split("-")[0] for req_id in gave] == ["1", "2"]
+    assert gave == sorted(offers, key=offers.get, reverse=True)[:2]
+    assert len({*offers.values()}) == 3
+
+
 def test_under_pressure_alone_nothing_is_dropped_while_memory_is_ample(world, reference, tokens):
     settings = {**ALWAYS, "when": "pressure"}
     with world(settings) as engine:
@@ -77,7 +142,7 @@ def test_an_exhausted_token_budget_rolls_recycles_back(world, reference, tokens,
         engine.run()
         engine.assert_exact(reference)
         engine.assert_nothing_left()
-        assert engine.counts["rollbacks"] > 0
+        assert engine.counts["passed over"] > 0
         assert side.counters.num_recycled_tokens == engine.counts["recycled"]
 
 

@@ -41,6 +41,36 @@ def test_a_recorded_trace_is_replayed_whatever_the_policy(world, reference, toke
         engine.assert_nothing_left()
 
 
+@pytest.mark.parametrize("variant", ["naive", "vtoken"])
+def test_a_trace_brings_the_same_deaths_in_another_layout(world, reference, tokens, tmp_path, variant):
+    """Recorded with each prompt in one chunk; another pool, smaller chunks and shared blocks change none."""
+    prefix = tokens(70)
+    prompts = [prefix + tokens(count) for count in (80, 20, 150)]
+
+    def deaths(engine):
+        return [[sorted(epoch.deaths) for epoch in engine.outcomes[key].epochs] for key in range(3)]
+
+    with world({**SETTINGS, "record_trace": str(tmp_path / "trace")}) as engine:
+        said, recorded = engine.generate(prompts, 60), deaths(engine)
+        engine.assert_exact(reference)
+        num_steps = engine.counts["steps"]
+    replay = {"policy": "none", "variant": variant, "replay_trace": str(tmp_path / "trace"), "when": "always"}
+    other = {"num_blocks": 33, "max_num_batched_tokens": 48, "enable_prefix_caching": True}
+    with world(replay, **other) as engine:
+        for prompt in prompts:
+            engine.submit(prompt, 60)
+            for _ in range(3):
+                engine.step()
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+        assert [engine.outcomes[key].tokens for key in range(3)] == said
+        assert deaths(engine) == recorded
+        assert engine.outcomes[1].num_cached == 64
+        assert engine.counts["steps"] != num_steps
+        assert all(len(epochs) == 1 and len(epochs[0]) > 20 for epochs in recorded)
+
+
 def test_naive_holds_what_a_layout_without_moves_would_hold(world, tokens):
     with world({**SETTINGS, "variant": "naive"}) as engine:
         scheduler = engine.scheduler

@@ -30,7 +30,7 @@ class Reference:
         size = len(tokens)
         visible = torch.ones(size, size, dtype=torch.bool).tril()
         for count, position in deaths:
-            visible[count:, position] = False
+            visible[count:, position : position + 1] = False  # the last token may die unseen, its own step thrown away
         mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
         logits = self.model(
             input_ids=torch.tensor([tokens]),

@@ -17,7 +17,9 @@ def register() -> None:
     if os.environ.get(ENABLE, "0") in ("", "0"):
         return
     from vtoken_torch.vllm_plugin.compat import check_vllm
+    from vtoken_torch.vllm_plugin.metrics.exposition import expose_engines
     from vtoken_torch.vllm_plugin.validation import check_requests
 
     check_vllm()
     check_requests()
+    expose_engines()

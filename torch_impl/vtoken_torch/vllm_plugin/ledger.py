@@ -1,30 +1,39 @@
 """The scheduler's books in vLLM: the spec's token table over vLLM's blocks, and the record of one pass.
 
-Shaped like the spec's executor as far as ``KVScheduler`` drives one. Nothing is copied here: moves go into the record.
+Shaped like the spec's executor as far as an ``Evictor`` drives one. Nothing is copied here: moves go into the record.
+
+A table is brought up to date when somebody looks at it, not in every step: what vLLM appended or recycled follows from
+its own count.
 """
 
-import copy
-from collections.abc import Iterable, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 from vtoken.errors import InvariantError
-from vtoken.executor import Buffer
-from vtoken.reclamation.fill import FillPlanner
 from vtoken.reclamation.plan import ReclamationPlan, TableView
-from vtoken.reclamation.recycle import recyclable
 from vtoken.request_table import RequestTable
 from vtoken.token_table import TokenTable
-from vtoken.types import BlockId, Position, ReqId, SlotId
+from vtoken.types import BlockId, Position, ReqId, SlotId, cdiv
 from vtoken_torch.vllm_plugin.kv_spec import EvictingManager
 from vtoken_torch.vllm_plugin.pool import VllmPool
-from vtoken_torch.vllm_plugin.record import StepRecord
+from vtoken_torch.vllm_plugin.record import Recycles, StepRecord
+from vtoken_torch.vllm_plugin.sharing import Sharing
 
-__all__ = ["Ledger", "PoolShape"]
+__all__ = ["Death", "Ledger", "PoolShape"]
+
+Death = tuple[int, Position]
+"""The count at which a doomed token dies, and the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What ``KVScheduler`` reads of a pool's spec."""
+    """What an ``Evictor`` reads of a pool's spec."""
 
     block_size: int
     num_blocks: int
@@ -33,43 +42,78 @@ class PoolShape:
 class Ledger:
     """Token tables of the running requests, in step with ``EvictingManager``'s block lists."""
 
-    def __init__(self, manager: EvictingManager) -> None:
+    def __init__(
+        self, manager: EvictingManager, requests: Mapping[ReqId, Request], count: Callable[[ReqId], int]
+    ) -> None:
+        """``requests``: vLLM's, those that have a table among them.
+
+        ``count``: tokens of a running request that have their places, those of the pass that is closed included.
+        """
         self.manager = manager
+        self._requests = requests
         self.pool = VllmPool(manager.block_pool)
         self.spec = PoolShape(manager.block_size, self.pool.num_blocks)
-        self.tables = TokenTable(manager.block_size)
+        self.count = count
+        self._tables = TokenTable(manager.block_size)
+        self.recycling: dict[ReqId, _Recycling] = {}
+        manager.recycling = self.recycling
         self._moved: dict[ReqId, dict[Position, tuple[SlotId, SlotId]]] = {}
         self._record = StepRecord()
-        self._reserved: dict[ReqId, int] = {}  # copy targets that kills of this pass count on
+        self.sharing = Sharing(self.pool)
+        self._planned: dict[ReqId, int] = {}  # regime ``fenced``: the last pass that had a plan of the request
+        self.num_copied_passes = 0  # the last pass whose copies, and those before, are done
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def admit(self, req_id: ReqId) -> None:
         """Registers an empty request; ``sync`` fills it once vLLM has given it blocks."""
-        self.tables.add(req_id)
+        self._tables.add(req_id)
 
     def finish(self, req_id: ReqId) -> None:
         """Forgets a request, also in this pass's record; vLLM frees its blocks."""
-        self.tables.pop(req_id)
+        self._tables.pop(req_id)
+        self.recycling.pop(req_id, None)
         self._moved.pop(req_id, None)
-        self._reserved.pop(req_id, None)
-        for part in (self._record.block_ids, self._record.num_evicted, self._record.recycled):
+        self.sharing.reserved.pop(req_id, None)
+        for part in (self._record.block_ids, self._record.num_evicted, self._record.recycles):
             part.pop(req_id, None)
 
     preempt = finish
 
+    @property
+    def tables(self) -> TokenTable:
+        """All tables, brought up to date. O(requests): ``table`` is for one."""
+        for req_id in self._tables:
+            self.table(req_id)
+        return self._tables
+
+    def table(self, req_id: ReqId) -> RequestTable:
+        """A request's table, brought up to date."""
+        table = self._tables[req_id]
+        num_new = self.count(req_id) - table.num_computed_tokens
+        if num_new > 0:
+            if req_id in self.recycling:
+                table.recycle_next(num_new)
+            else:
+                self.sync(req_id, table.num_computed_tokens + num_new)
+        return table
+
     def sync(self, req_id: ReqId, num_computed_tokens: int) -> None:
-        """Registers what vLLM scheduled. New blocks stand at the end of its list."""
-        table = self.tables[req_id]
+        """Registers what vLLM appended. New blocks stand at the end of its list."""
+        table = self._tables[req_id]
         blocks = self.manager.req_to_blocks[req_id]
         new = [block.block_id for block in blocks[len(table.block_ids) :]]
         table.sync_new_tokens([*table.block_ids, *new] if new else table.block_ids, num_computed_tokens)
 
-    # -- what KVScheduler drives -------------------------------------------------------------------------------------
+    def packed_positions(self, req_id: ReqId) -> "array[int]":
+        """Which position lies at each packed index of what vLLM's kernels read, this step's tokens included."""
+        return self.table(req_id).packed_positions()
+
+    # -- what an Evictor drives --------------------------------------------------------------------------------------
 
     def table_view(self, req_id: ReqId) -> TableView:
         """What planners and policies read of a request."""
-        return self.tables[req_id]
+        return self.table(req_id)
 
     def pool_view(self) -> VllmPool:
         """What planners read of the pool."""
@@ -77,38 +121,67 @@ class Ledger:
 
     def doom(self, req_id: ReqId, positions: Iterable[Position]) -> None:
         """Queues victims."""
-        self.tables[req_id].doom(positions)
+        self._changed(req_id).doom(positions)
 
     def kill(self, req_id: ReqId, positions: Iterable[Position]) -> list[Position]:
         """Kills at once. A plan must close the holes in this very pass (``check_packed``)."""
-        table = self.tables[req_id]
+        table = self._changed(req_id)
         killed = table.evict_tokens(positions)
         self._note_evicted(table)
         return killed
 
-    def recycle(self, req_id: ReqId, kv: Buffer) -> None:
-        """The next token goes over the next doomed one (SPEC C-1), if the pass gives the request exactly that token."""
-        table = self.tables[req_id]
-        victim = recyclable(table, self.pool)
-        if victim is None:
-            raise InvariantError(f"INV-7: request {req_id!r}: no doomed token in a private slot to recycle")
-        slot = table.recycle(victim, table.num_computed_tokens)
-        self.pool.forget_hashes((slot // table.block_size,))
-        self._record.recycled[req_id] = slot
-        self._note_evicted(table)
+    def recycle_from_here(self, req_id: ReqId, deaths: deque[Death]) -> int:
+        """The next tokens of a request go over doomed ones, for as long as one dies at each count (SPEC C-1).
 
-    def rollback_recycle(self, req_id: ReqId) -> None:
-        """The pass gave the request no token: its victim lives on (SPEC C-2)."""
-        table = self.tables[req_id]
-        table.rollback_recycle()
-        del self._record.recycled[req_id]
-        self._note_evicted(table)
+        Returns the count at which that is over. In between the request costs nothing in any pass: each step that
+        vLLM gives it is a recycle, and a pass that gives it no token changes nothing, since all follows from its count.
+
+        Args:
+            req_id: a request with one token to write, and a packed layout.
+            deaths: its deaths to come. They stay in it until ``settle`` takes those off that have happened.
+        """
+        table = self._changed(req_id)
+        first, size = table.num_computed_tokens, table.block_size
+        slots = table.slots_of([victim for _, victim in islice(deaths, _num_in_turn(deaths, first))])
+        self.pool.forget_hashes((slots[0] // size,))  # nobody can come to share the others either
+        guarded = self.pool.guarded({slot // size for slot in slots})
+        if guarded:
+            slots = list(takewhile(lambda slot: slot // size not in guarded, slots))
+        dead = first - table.num_live_tokens
+        self.recycling[req_id] = _Recycling(self._requests[req_id], first, dead, slots, deaths)
+        self._record.recycles[req_id] = Recycles(first, dead, array("q", slots))
+        return self.recycling[req_id].end
+
+    def end_recycling(self, req_id: ReqId) -> None:
+        """What comes next for the request is decided anew; what has happened is settled."""
+        self.table(req_id)
+        self.settle(req_id)
+        del self.recycling[req_id]
+        self._record.recycles.pop(req_id, None)
+        self._note_evicted(self._tables[req_id])
+
+    def settle(self, req_id: ReqId) -> None:
+        """Takes the deaths that recycles brought off the request's ``deaths``."""
+        recycling = self.recycling.get(req_id)
+        if recycling is not None:
+            for _ in range(recycling.num_done - recycling.num_settled):
+                recycling.deaths.popleft()
+            recycling.num_settled = recycling.num_done
+
+    def num_dead(self, req_id: ReqId) -> int:
+        """Dead tokens of a request."""
+        recycling = self.recycling.get(req_id)
+        return self.manager.num_evicted.get(req_id, 0) if recycling is None else recycling.num_dead_now
+
+    def recycled(self, num_scheduled: Container[ReqId]) -> dict[ReqId, SlotId]:
+        """Slots that the tokens of the pass that is closed take from dead ones. O(requests): for those who watch."""
+        return {req_id: each.last_slot for req_id, each in self.recycling.items() if req_id in num_scheduled}
 
     def launch(self, plan: ReclamationPlan) -> None:
         """Commits a plan to table, pool and vLLM's block list; its moves join the record."""
-        table, size = self.tables[plan.req_id], self.spec.block_size
+        table, size = self._changed(plan.req_id), self.spec.block_size
         table.apply_plan(plan)
-        table.plan_done()  # ordered: every later read or write of a slot comes later in the stream
+        table.plan_done()  # every later read or write of a slot comes later in the stream, which waits for the copies
         self.pool.take(plan.new_block_ids)
         written = {move.dst_slot // size for move in plan.moves}.difference(plan.new_block_ids)
         if table.cursor % size:
@@ -116,59 +189,68 @@ class Ledger:
         self.pool.forget_hashes(written)
         self.manager.req_to_blocks[plan.req_id] = self.pool.blocks(table.block_ids)
         self._give_back(plan.req_id, plan.freed_block_ids)
+        if self.pool.is_fenced:
+            self._planned[plan.req_id] = self.pool.pass_number
         moved = self._moved.setdefault(plan.req_id, {})
         for position, src, dst in plan.moves:  # a second move in one pass starts where the bytes still are
             moved[position] = (moved[position][0] if position in moved else src, dst)
         self._record.block_ids[plan.req_id] = list(table.block_ids)
-        self._reserved.pop(plan.req_id, None)
+        self.sharing.reserved.pop(plan.req_id, None)
 
     def advance(self) -> None:
         """The pass is over, its record taken."""
         self.pool.begin_pass()
-        self._reserved.clear()
+        self.sharing.begin_pass()
 
     def reap(self) -> list[BlockId]:
-        """No fences in regime ``ordered``."""
+        """Fences pass in ``copies_done``."""
         return []
 
     def num_blocks_needed(self, req_id: ReqId, num_tokens: int) -> int:
         """Blocks that the request must be given for ``num_tokens`` more."""
-        return self.tables[req_id].num_blocks_needed(num_tokens)
+        num_live = self.count(req_id) - self.num_dead(req_id)
+        return max(0, cdiv(num_live + num_tokens, self.spec.block_size) - len(self.manager.req_to_blocks[req_id]))
+
+    # -- regime ``fenced`` -------------------------------------------------------------------------------------------
+
+    def fence_frees(self) -> None:
+        """Blocks that plans give up come back when ``copies_done`` says so, not before."""
+        self.pool.is_fenced = True
+        self.manager.hold_back = self._hold_back
+
+    def copies_done(self, number: int) -> None:
+        """The copies of all passes up to ``number`` are done, and the forwards before them."""
+        self.num_copied_passes = number
+        self.pool.reap(number)
+
+    def _hold_back(self, req_id: ReqId, blocks: Sequence[KVCacheBlock]) -> bool:
+        """A request leaves: its blocks wait if copies of its own may still read or write them."""
+        number = self._planned.pop(req_id, 0)
+        if number > self.num_copied_passes:
+            self.pool.fence(blocks, number)
+        return number > self.num_copied_passes
 
     # -- for the pass ------------------------------------------------------------------------------------------------
 
-    def can_pack(self, req_id: ReqId, positions: Iterable[Position]) -> bool:
-        """Whether these kills can be followed by a plan: copying survivors out of shared blocks takes free blocks.
+    def killable(self, req_id: ReqId, victims: Sequence[Position], may_copy: bool) -> Sequence[Position]:
+        """Those of these victims whose deaths a plan can follow in this pass (``Sharing.killable``)."""
+        return self.sharing.killable(self.table(req_id), victims, may_copy)
 
-        Reserves those blocks until the plan is made.
-        """
-        table = self.tables[req_id]
-        if not self.pool.not_private(table.block_ids):
-            return True
-        trial = copy.deepcopy(table)
-        trial.evict_tokens(positions)
-        counter = _CountingPool(self.pool)
-        FillPlanner().plan(trial, counter)
-        others = sum(count for other, count in self._reserved.items() if other != req_id)
-        if counter.num_wanted > self.pool.num_targets - others:
-            return False
-        self._reserved[req_id] = counter.num_wanted
-        return True
-
-    def check_packed(self) -> None:
+    def check_packed(self, req_id: ReqId) -> None:
         """INV-4 before vLLM allocates: its kernels read the first ``num_live_tokens`` slots of the block list."""
-        for req_id, table in self.tables.items():
-            if table.cursor != table.num_live_tokens:
-                raise InvariantError(
-                    f"INV-4: request {req_id!r}: expected a packed layout, got {table.num_live_tokens} live tokens "
-                    f"before cursor {table.cursor}"
-                )
+        table = self._tables[req_id]
+        if table.cursor != table.num_live_tokens:
+            raise InvariantError(
+                f"INV-4: request {req_id!r}: expected a packed layout, got {table.num_live_tokens} live tokens "
+                f"before cursor {table.cursor}"
+            )
 
     def take_record(self) -> StepRecord:
         """What this pass decided, for the workers."""
         record, self._record = self._record, StepRecord()
+        record.number = self.pool.pass_number
         for req_id, moved in self._moved.items():
-            table = self.tables[req_id]
+            table = self.table(req_id)
             pairs = [pair for position, pair in moved.items() if table.is_live(position) and pair[0] != pair[1]]
             record.src_slots.extend(src for src, _ in pairs)
             record.dst_slots.extend(dst for _, dst in pairs)
@@ -176,6 +258,12 @@ class Ledger:
         return record
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _changed(self, req_id: ReqId) -> RequestTable:
+        """A table that is about to change in another way than by recycles."""
+        if req_id in self.recycling:
+            self.end_recycling(req_id)
+        return self.table(req_id)
 
     def _note_evicted(self, table: RequestTable) -> None:
         dead = table.num_computed_tokens - table.num_live_tokens
@@ -185,27 +273,48 @@ class Ledger:
         self.pool.free(self.pool.blocks(block_ids))
 
 
-class _CountingPool:
-    """A pool that notes how many copy targets a planner asks for, and gives none."""
+def _num_in_turn(deaths: Iterable[Death], count: int) -> int:
+    """How many of these are alone at their counts, one after another from ``count`` on."""
+    num = 0
+    for due, _ in deaths:
+        if due > count + num:
+            break
+        if due < count + num and num:  # two at one count: a plan must follow
+            return num - 1
+        num += 1
+    return num
 
-    def __init__(self, pool: VllmPool) -> None:
-        self.num_wanted = 0
-        self._pool = pool
-        self.is_private = pool.is_private
-        self.not_private = pool.not_private
+
+@dataclass(slots=True)
+class _Recycling:
+    """Recycles of one request that go on by themselves; all but the deaths follows from its count.
+
+    Attributes:
+        request: vLLM's. It has no drafts in a pass, so that its count is the settled one.
+        first, num_dead, slots: as in ``Recycles``.
+        deaths: those to come, shared with the driver; the first are those of ``slots``.
+        num_settled: how many of them were taken off.
+    """
+
+    request: Request
+    first: Position
+    num_dead: int
+    slots: list[SlotId]
+    deaths: deque[Death]
+    num_settled: int = 0
 
     @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
+    def end(self) -> int:
+        return self.first + len(self.slots)
 
     @property
-    def num_free(self) -> int:
-        return self._pool.num_free
+    def num_done(self) -> int:
+        return int(self.request.num_computed_tokens) - self.first
 
     @property
-    def num_in_flight(self) -> int:
-        return self._pool.num_in_flight
+    def num_dead_now(self) -> int:
+        return self.num_dead + self.num_done
 
-    def copy_targets(self, count: int) -> list[BlockId] | None:
-        self.num_wanted = count
-        return None
+    @property
+    def last_slot(self) -> SlotId:
+        return self.slots[self.num_done - 1]

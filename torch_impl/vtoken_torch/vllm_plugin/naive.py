@@ -5,8 +5,10 @@ kept back (*parked*), by a second table that nothing ever moves in. Attention re
 baseline; the moves, which a real one would not make, burden it.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import count
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from vllm.v1.request import Request
 
 from vtoken.errors import InvariantError
 from vtoken.reclamation.fill import FillPlanner
@@ -21,12 +23,14 @@ __all__ = ["NaiveLedger"]
 
 
 class NaiveLedger(Ledger):
-    """``KVScheduler`` sees the unmoved tables, vLLM's kernels the packed ones."""
+    """The ``Evictor`` sees the unmoved tables, vLLM's kernels the packed ones."""
 
-    def __init__(self, manager: EvictingManager) -> None:
-        super().__init__(manager)
+    def __init__(
+        self, manager: EvictingManager, requests: Mapping[ReqId, Request], count: Callable[[ReqId], int]
+    ) -> None:
+        super().__init__(manager, requests, count)
         self.unmoved = TokenTable(manager.block_size)
-        self._new_ids = count(1)
+        self._new_ids = itertools.count(1)
         self._fill = FillPlanner()
         manager.naive_blocks = self._num_held_with
 
@@ -47,7 +51,7 @@ class NaiveLedger(Ledger):
         table.sync_new_tokens(table.block_ids + self._ids(num_new), num_computed_tokens)
 
     def table_view(self, req_id: ReqId) -> TableView:
-        return self.unmoved[req_id]
+        return self._unmoved(req_id)
 
     def doom(self, req_id: ReqId, positions: Iterable[Position]) -> None:
         victims = list(positions)
@@ -56,9 +60,9 @@ class NaiveLedger(Ledger):
 
     def kill(self, req_id: ReqId, positions: Iterable[Position]) -> list[Position]:
         victims = list(positions)
-        self.unmoved[req_id].evict_tokens(victims)
+        self._unmoved(req_id).evict_tokens(victims)
         killed = super().kill(req_id, victims)
-        plan = self._fill.plan(self.tables[req_id], self.pool)
+        plan = self._fill.plan(self._tables[req_id], self.pool)
         if plan is not None:
             super().launch(plan)
         return killed
@@ -73,7 +77,7 @@ class NaiveLedger(Ledger):
         self._unpark(plan.req_id)
 
     def num_blocks_needed(self, req_id: ReqId, num_tokens: int) -> int:
-        return self.unmoved[req_id].num_blocks_needed(num_tokens)
+        return self._unmoved(req_id).num_blocks_needed(num_tokens)
 
     def _give_back(self, req_id: ReqId, block_ids: Sequence[BlockId]) -> None:
         """What packing frees stays parked, unless the unmoved layout holds no more than the packed one."""
@@ -86,7 +90,7 @@ class NaiveLedger(Ledger):
 
     def _unpark(self, req_id: ReqId) -> None:
         parked = self.manager.parked.get(req_id, [])
-        num_allowed = max(0, len(self.unmoved[req_id].block_ids) - len(self.tables[req_id].block_ids))
+        num_allowed = max(0, len(self.unmoved[req_id].block_ids) - len(self._tables[req_id].block_ids))
         if len(parked) > num_allowed:
             self.pool.free(parked[num_allowed:])
             del parked[num_allowed:]
@@ -95,8 +99,13 @@ class NaiveLedger(Ledger):
         """Blocks that the unmoved layout holds once ``num_tokens`` are computed."""
         if req_id not in self.unmoved:
             return 0
-        table: RequestTable = self.unmoved[req_id]
+        table = self._unmoved(req_id)
         return len(table.block_ids) + table.num_blocks_needed(num_tokens - table.num_computed_tokens)
+
+    def _unmoved(self, req_id: ReqId) -> RequestTable:
+        """The unmoved table, brought up to date."""
+        self.table(req_id)
+        return self.unmoved[req_id]
 
     def _ids(self, num_new: int) -> list[BlockId]:
         return [next(self._new_ids) for _ in range(num_new)]

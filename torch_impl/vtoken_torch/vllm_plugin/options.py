@@ -5,14 +5,14 @@ Imports neither vLLM nor torch: every process may read it.
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import SpecError
-from vtoken.policies import Policy, get_policy
+from vtoken.policies import Policy, Signal, get_policy
 
 __all__ = ["NAMESPACE", "PluginOptions", "request_config", "usable_policy"]
 
@@ -20,13 +20,11 @@ NAMESPACE = "vtoken"
 
 # key -> (the values that this version can serve, what to do about any other)
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "copy_stream": (("compute",), "copies run on the compute stream; leave it out or give 'compute'"),
-    "verify": ((False,), "online verification is not there yet; leave it out or give false"),
-    "timeline": ((None,), "the timeline is not there yet; leave it out"),
+    "copy_stream": (("compute", "own", "sync"), "give 'compute', 'own' or 'sync'"),
     "mode": (("eager",), "vLLM's kernels read packed layouts alone; leave it out or give 'eager'"),
-    "regime": (("ordered",), "copies run on the compute stream; leave it out or give 'ordered'"),
 }
-_PATHS = ("record_trace", "replay_trace")
+_PATHS = ("record_trace", "replay_trace", "timeline")
+_ENGINE_SWITCHES = ("verify", "metrics", "keep_prompt_cache")
 
 _OF_A_REQUEST = (
     "policy",
@@ -50,6 +48,8 @@ _FLAT = {
     "vtoken_protect_prompt": "protect_prompt",
     "vtoken_off": "off",
 }
+_BUDGETS = ("kv_budget", "eviction_ratio")
+_FLAT_OF = {field: key for key, field in _FLAT.items()}
 _SWITCHES = ("off", "protect_prompt")
 
 
@@ -61,11 +61,26 @@ class PluginOptions:
         config: what dies and when, for every request that does not say otherwise.
         record_trace: victim trace to write (JSONL, ``vtoken.trace``).
         replay_trace: victim trace whose deaths replace the policy's choice.
+        timeline: file that receives what each step did (JSONL; beside it a trace that Perfetto opens).
+        verify: check the invariants online; a violation fails the request, never the server.
+        metrics: publish counters and gauges beside vLLM's own.
+        keep_prompt_cache: leave the prompt's cached blocks in the prefix cache, copy survivors out of them.
+        copy_stream: where copies run: ``compute``, ``own``, or ``sync``.
     """
 
     config: VTokenConfig
     record_trace: Path | None = None
     replay_trace: Path | None = None
+    timeline: Path | None = None
+    verify: bool = False
+    metrics: bool = True
+    keep_prompt_cache: bool = False
+    copy_stream: str = "compute"
+
+    def of_engine(self, index: int) -> Self:
+        """The settings of one engine of several (data parallelism), which share no file: 0 keeps the names."""
+        paths: dict[str, Any] = {key: _numbered(getattr(self, key), index) for key in _PATHS}
+        return replace(self, **paths)
 
     @classmethod
     def required(cls, additional_config: object) -> Self:
@@ -93,11 +108,19 @@ class PluginOptions:
         for key, (served, remedy) in _FIXED.items():
             if key in options and options[key] not in served:
                 raise SpecError(f"{key}={options[key]!r}: {remedy}")
-        paths = {key: _path(key, options.pop(key)) for key in _PATHS if options.get(key) is not None}
-        own = {key: value for key, value in options.items() if key not in ("copy_stream", "verify", "timeline")}
-        config = VTokenConfig.from_mapping(own)
+        own: dict[str, Any] = {"copy_stream": options.pop("copy_stream", "compute")}
+        regime = "fenced" if own["copy_stream"] == "own" else "ordered"
+        if options.setdefault("regime", regime) != regime:
+            raise SpecError(
+                f"regime={options['regime']!r}: it is {regime!r} with copy_stream={own['copy_stream']!r}; leave it out"
+            )
+        own |= {key: _path(key, value) for key in _PATHS if (value := options.pop(key, None)) is not None}
+        own |= {key: _switch(key, options.pop(key)) for key in _ENGINE_SWITCHES if key in options}
+        config = VTokenConfig.from_mapping(options)
+        if own.get("keep_prompt_cache") and config.variant == "naive":
+            raise SpecError("keep_prompt_cache=True: the variant 'naive' copies nothing out; leave it out")
         usable_policy(config.policy)
-        return cls(config=config, **paths)
+        return cls(config=config, **own)
 
 
 def request_config(extra_args: Mapping[str, Any] | None, default: VTokenConfig) -> VTokenConfig:
@@ -109,19 +132,19 @@ def request_config(extra_args: Mapping[str, Any] | None, default: VTokenConfig) 
     nested, flat = _given(extra_args or {})
     if not nested and not flat:
         return default
-    names = {field: key for key, field in _FLAT.items() if key in flat}
-    changes = {field: flat[key] for field, key in names.items()} if flat else dict(nested)
+    names = _FLAT_OF if flat else {}
+    changes = {_FLAT[key]: value for key, value in flat.items()} if flat else dict(nested)
     switches = {key: _switch(names.get(key, key), changes.pop(key, False)) for key in _SWITCHES}
-    if "vtoken_protect" in flat:
-        changes["protected"] = _pairs(changes["protected"])
     if switches["protect_prompt"]:
         if "protected" in changes:
-            raise SpecError(
-                f"{names.get('protect_prompt', 'protect_prompt')}: ranges are protected too, give one of both"
-            )
+            shown, ranges = (names.get(field, field) for field in ("protect_prompt", "protected"))
+            raise SpecError(f"{shown}=true beside {ranges}={changes['protected']!r}: give one of both")
         changes["protected"] = "prompt"
+    elif "vtoken_protect" in flat:
+        changes["protected"] = _pairs(changes["protected"])
     try:
-        config = default.with_changes(**_with_one_budget(changes))
+        changes = _with_one_budget(changes, default, names)
+        config = default.with_changes(**changes)
         usable_policy(config.policy)
     except SpecError as error:
         raise SpecError(_renamed(str(error), names)) from None
@@ -130,20 +153,25 @@ def request_config(extra_args: Mapping[str, Any] | None, default: VTokenConfig) 
 
 @cache  # looking an entry point up takes 20 ms, and requests name policies
 def usable_policy(name: str) -> Policy:
-    """The policy of that name, or SpecError if it needs what the engine does not collect yet."""
-    policy = get_policy(name)
-    if policy.signals:
-        needs = ", ".join(sorted(signal.value for signal in policy.signals))
+    """The policy of that name. Raises SpecError if there is none, or if it needs what the engine does not collect."""
+    try:
+        policy = get_policy(name)
+    except SpecError as error:
+        raise SpecError(f"policy={name!r}: {error}") from error
+    missing = ", ".join(sorted(signal.value for signal in policy.signals if signal is not Signal.ATTENTION_MASS))
+    if missing:
         raise SpecError(
-            f"policy={name!r} needs {needs}, which the vLLM plugin does not collect yet: "
-            "use 'streaming_llm', 'sliding_window', 'random' or 'none'"
+            f"policy={name!r} needs {missing}, which the vLLM plugin does not collect: "
+            "use a policy that asks for attention_mass ('h2o', 'tova') or for nothing ('streaming_llm', 'random')"
         )
     return policy
 
 
 def _given(extra_args: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    if not isinstance(extra_args, Mapping):
+        raise SpecError(f"extra_args={extra_args!r}: give a mapping, for example {{'vtoken': {{'kv_budget': 256}}}}")
     nested = extra_args.get(NAMESPACE, {})
-    flat = {key: value for key, value in extra_args.items() if key.startswith(f"{NAMESPACE}_")}
+    flat = {key: value for key, value in extra_args.items() if str(key).startswith(f"{NAMESPACE}_")}
     if not isinstance(nested, Mapping):
         raise SpecError(f"{NAMESPACE}={nested!r}: give a mapping, for example {{'kv_budget': 256}}")
     if nested and flat:
@@ -157,6 +185,8 @@ def _check_known(given: Mapping[str, Any], known: Mapping[str, str] | tuple[str,
     for key in given:
         if key in known:
             continue
+        if not isinstance(key, str):
+            raise SpecError(f"{NAMESPACE}={dict(given)!r}: the key {key!r} is no name, use one of {', '.join(known)}")
         if key in VTokenConfig.__dataclass_fields__:
             raise SpecError(f"{key}={given[key]!r}: it holds for the whole engine, set it in additional_config")
         close = difflib.get_close_matches(key, known, n=1)
@@ -170,17 +200,32 @@ def _switch(key: str, value: object) -> bool:
     return bool(value)
 
 
-def _pairs(flat: object) -> list[tuple[Any, Any]]:
-    if not isinstance(flat, list | tuple) or len(flat) % 2:
-        raise SpecError(f"vtoken_protect={flat!r}: give [a0, b0, a1, b1, ...], the half-open ranges one after another")
-    return list(zip(flat[::2], flat[1::2], strict=True))
+def _pairs(flat: object) -> list[tuple[int, int]]:
+    wanted = "give [a0, b0, a1, b1, ...], half-open ranges one after another, each with 0 <= a <= b"
+    if not isinstance(flat, list | tuple) or len(flat) % 2 or any(type(end) is not int for end in flat):
+        raise SpecError(f"vtoken_protect={flat!r}: {wanted}")
+    pairs = list(zip(flat[::2], flat[1::2], strict=True))
+    if not all(0 <= start <= end for start, end in pairs):
+        raise SpecError(f"vtoken_protect={flat!r}: {wanted}")
+    return pairs
 
 
-def _with_one_budget(changes: dict[str, Any]) -> dict[str, Any]:
-    """A budget of one kind replaces the engine's of the other kind."""
-    if "kv_budget" in changes:
-        return {"eviction_ratio": None, **changes}
-    return {"kv_budget": None, **changes} if "eviction_ratio" in changes else changes
+def _with_one_budget(changes: dict[str, Any], default: VTokenConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """A budget of one kind replaces the engine's of the other kind; a policy must have one."""
+    budget, ratio = (names.get(field, field) for field in _BUDGETS)
+    given = {field: changes.get(field) for field in _BUDGETS}
+    if None not in given.values():
+        raise SpecError(f"{budget}={given['kv_budget']!r} beside {ratio}={given['eviction_ratio']!r}: give one of both")
+    merged = {**changes, **given} if any(field in changes for field in _BUDGETS) else changes
+    policy = changes.get("policy", default.policy)
+    if not isinstance(policy, str) or policy in ("", "none"):
+        return merged  # nothing to check, or refused by its own name
+    usable_policy(policy)  # a misspelt one is named as such
+    if all(merged.get(field, getattr(default, field)) is None for field in _BUDGETS):
+        raise SpecError(
+            f"policy={policy!r}: it has no budget, neither here nor from the engine: give {budget} or {ratio}"
+        )
+    return merged
 
 
 def _turned_off(config: VTokenConfig) -> VTokenConfig:
@@ -198,3 +243,7 @@ def _path(key: str, value: object) -> Path:
     if not isinstance(value, str | Path) or not str(value):
         raise SpecError(f"{key}={value!r}: give the path of a file")
     return Path(value)
+
+
+def _numbered(path: Path | None, index: int) -> Path | None:
+    return path if path is None or not index else path.with_stem(f"{path.stem}.{index}")

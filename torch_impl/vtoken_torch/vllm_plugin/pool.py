@@ -1,5 +1,6 @@
 """vLLM's block pool behind the spec's ``PoolView``, with the three writes that a plan needs."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.block_pool import BlockPool
@@ -13,14 +14,23 @@ __all__ = ["VllmPool"]
 class VllmPool:
     """Regime ``ordered``: freed blocks are free at once, but no copy target before the next pass (SPEC R-7).
 
+    Regime ``fenced`` (``is_fenced``): they wait until the copies of their pass are done. Until then the fence is one
+    more holder, so that nobody writes what a copy may still read.
+
     A hashed block with one holder counts as private: its hash is forgotten before it is written (INV-7), and kept if
-    the block is merely given back.
+    the block is merely given back. With ``keeps_hashed`` it does not: what lives in it is copied out, and the block
+    stays in the prefix cache.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self.is_fenced = False
+        self.keeps_hashed = False
+        self.pass_number = 0
+        self._fences: dict[int, list[KVCacheBlock]] = {}  # by the pass whose copies they wait for
         self._freed_in_pass: set[BlockId] = set()
         self.num_unhashed = 0
+        self.num_copied = 0  # blocks taken to copy into
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -36,8 +46,15 @@ class VllmPool:
 
     @property
     def num_in_flight(self) -> int:
-        """None: copies run on the compute stream, before anything else in the step."""
-        return 0
+        """Blocks in no table whose fence has not passed; none in regime ``ordered``."""
+        if not self._fences:
+            return 0
+        waiting = Counter(block.block_id for blocks in self._fences.values() for block in blocks)
+        return sum(self._pool.blocks[block_id].ref_cnt == count for block_id, count in waiting.items())
+
+    def fenced_blocks(self) -> list[KVCacheBlock]:
+        """Blocks that wait for a fence, one entry for each fence."""
+        return [block for blocks in self._fences.values() for block in blocks]
 
     def blocks(self, block_ids: Iterable[BlockId]) -> list[KVCacheBlock]:
         """vLLM's records of these blocks."""
@@ -47,12 +64,24 @@ class VllmPool:
     def is_private(self, block_id: BlockId) -> bool:
         """Held once: it may be written (after its hash is forgotten), and freeing it frees memory."""
         block = self._pool.blocks[block_id]
-        return bool(block.ref_cnt == 1 and not block.is_null)
+        is_kept = self.keeps_hashed and block.block_hash is not None
+        return bool(block.ref_cnt == 1 and not block.is_null and not is_kept)
+
+    def is_held_once(self, block_id: BlockId) -> bool:
+        """Whether no other request holds the block; it may be in the prefix cache."""
+        return bool(self._pool.blocks[block_id].ref_cnt == 1)
 
     def not_private(self, block_ids: Sequence[BlockId]) -> list[int]:
         """Indices into ``block_ids`` of the blocks that are not private, ascending."""
+        if self.keeps_hashed:
+            return [index for index, block_id in enumerate(block_ids) if not self.is_private(block_id)]
         known = self._pool.blocks
         return [index for index, block_id in enumerate(block_ids) if known[block_id].ref_cnt != 1]
+
+    def guarded(self, block_ids: Iterable[BlockId]) -> set[BlockId]:
+        """Of these, the blocks that others hold, or may come to hold through the prefix cache."""
+        blocks = self.blocks(block_ids)
+        return {block.block_id for block in blocks if block.ref_cnt != 1 or block.block_hash is not None}
 
     def copy_targets(self, count: int) -> list[BlockId] | None:
         """``count`` free blocks, in the order in which vLLM would hand them out, or None."""
@@ -73,17 +102,31 @@ class VllmPool:
 
     def begin_pass(self) -> None:
         """A new scheduling pass: what the last one freed may be a copy target now."""
+        self.pass_number += 1
         self._freed_in_pass.clear()
 
     def take(self, block_ids: Sequence[BlockId]) -> None:
         """Takes free blocks off the list as copy targets; nobody finds them by hash any more."""
         self._pool.touch(self.blocks(block_ids))
         self._pool.evict_blocks(set(block_ids))
+        self.num_copied += len(block_ids)
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Drops one holder of each, in table order. Hashes stay: the content does too until somebody takes them."""
+        if self.is_fenced:
+            self.fence(blocks, self.pass_number)
+            return
         self._pool.free_blocks(reversed(blocks))
         self._freed_in_pass.update(block.block_id for block in blocks if block.ref_cnt == 0)
+
+    def fence(self, blocks: Sequence[KVCacheBlock], number: int) -> None:
+        """Their holder gives them up once the copies of pass ``number`` are done."""
+        self._fences.setdefault(number, []).extend(blocks)
+
+    def reap(self, number: int) -> None:
+        """The copies of all passes up to ``number`` are done."""
+        for passed in [each for each in self._fences if each <= number]:
+            self._pool.free_blocks(reversed(self._fences.pop(passed)))
 
     def forget_hashes(self, block_ids: Iterable[BlockId]) -> None:
         """Takes private blocks that are about to be written out of the prefix cache."""

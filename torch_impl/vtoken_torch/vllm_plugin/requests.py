@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vtoken.config import VTokenConfig
-from vtoken.errors import SpecError
+from vtoken.policies import Signal
 from vtoken.reclamation.plan import TableView
 from vtoken.trace import TraceEvent, VictimTrace
 from vtoken.victims import Occasion, PolicyVictims, TraceVictims, VictimSource
+from vtoken_torch.vllm_plugin.mass.book import MassBook
+from vtoken_torch.vllm_plugin.mass.victims import MassVictims
+from vtoken_torch.vllm_plugin.metrics.clocks import Stopwatch, TimedVictims
 from vtoken_torch.vllm_plugin.options import request_config, usable_policy
 
 __all__ = ["RequestVictims"]
@@ -31,6 +34,8 @@ class RequestVictims:
         self._default = default
         self._replay = TraceVictims(replay) if replay is not None else None
         self._on_event = on_event
+        self.choosing = Stopwatch()
+        self.mass = MassBook()
         self._configs: dict[int, VTokenConfig] = {}
         self._sources: dict[int, VictimSource] = {}
 
@@ -38,12 +43,16 @@ class RequestVictims:
         """Registers a request. Never raises: bad settings were refused before, here they turn eviction off."""
         try:
             config = request_config(extra_args, self._default)
-        except SpecError as error:
+        except Exception as error:  # whatever a client sends, the engine goes on
             logger.warning("request %d runs without eviction: %s", trace_key, error)
             config = VTokenConfig(policy="none")
-        self._configs[trace_key] = config
-        policy = usable_policy(config.policy)
-        self._sources[trace_key] = self._replay or PolicyVictims(config, policy, on_event=self._on_event)
+        try:
+            source = self._replay or self._asked(trace_key, config)
+        except Exception:
+            logger.exception("request %d: its policy %r failed, it runs without", trace_key, config.policy)
+            config = VTokenConfig(policy="none")
+            source = self._asked(trace_key, config)
+        self._configs[trace_key], self._sources[trace_key] = config, source
 
     def config(self, trace_key: int) -> VTokenConfig:
         """The request's configuration."""
@@ -56,13 +65,18 @@ class RequestVictims:
             return self._sources[key].choose(table, occasion)
         except Exception:
             logger.exception("request %r: its policy %r failed, it goes on without", table.req_id, self.config(key))
+            self._sources[key].finish(key)
             self._configs[key] = VTokenConfig(policy="none")
             self._sources[key] = PolicyVictims(self._configs[key], usable_policy("none"))
             return None
 
-    def restart(self, trace_key: int) -> None:
+    def next_count(self, trace_key: int, must_evict: bool = False) -> int | None:
+        """The lowest count at which the request's next decode step may bring victims."""
+        return self._sources[trace_key].next_count(trace_key, must_evict)
+
+    def restart(self, trace_key: int, num_computed: int) -> None:
         """The request was preempted."""
-        self._sources[trace_key].restart(trace_key)
+        self._sources[trace_key].restart(trace_key, num_computed)
 
     def finish(self, trace_key: int) -> None:
         """The request has ended; nothing is kept for it."""
@@ -70,3 +84,11 @@ class RequestVictims:
         if source is not None:
             source.finish(trace_key)
             del self._configs[trace_key]
+
+    def _asked(self, trace_key: int, config: VTokenConfig) -> VictimSource:
+        """The request's own policy; mass is collected where it looks at any."""
+        policy = usable_policy(config.policy)
+        if Signal.ATTENTION_MASS not in policy.signals or config.variant == "native":
+            return TimedVictims(config, policy, on_event=self._on_event, stopwatch=self.choosing)
+        self.mass.open(trace_key, policy.mass_need(config))
+        return MassVictims(self.mass, config, policy, self.mass.scores, self._on_event, stopwatch=self.choosing)

@@ -1,6 +1,6 @@
 import pytest
 
-from vtoken_bench.progress import progress_bar
+from vtoken_conformance.progress import progress_bar
 
 
 def test_a_terminal_sees_the_bar_and_a_pipe_nothing(

@@ -1,0 +1,155 @@
+import json
+import random
+import shutil
+import zlib
+
+import pytest
+
+from vtoken.errors import SpecError
+from vtoken.serving.protocol import SamplingParams
+
+rng = random.Random(5)
+PROMPTS = [[rng.randrange(96) for _ in range(count)] for count in (45, 9, 30)]
+SAMPLING = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=30, temperature=0.7, seed=3),
+    SamplingParams(max_tokens=12),
+]
+
+
+@pytest.fixture(scope="module")
+def snapshots(tmp_path_factory):
+    """Name to folder: one is written once and copied for each test that breaks it."""
+    return tmp_path_factory.mktemp("snapshots")
+
+
+@pytest.fixture
+def running(make_engine, evicting):
+    """An engine in the middle of two requests, with a third waiting, doomed tokens, and a trace."""
+
+    def make(**changes):
+        engine = make_engine(**evicting("h2o") | changes)
+        for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True):
+            engine.submit(prompt, sampling)
+        for _ in range(9):
+            engine.step()
+        return engine
+
+    return make
+
+
+def fingerprints(engine):
+    return {req_id: engine.loop.pool.fingerprint(req_id) for req_id in sorted(engine.loop.pool.tables)}
+
+
+def rest(engine):
+    return [(each.index, each.token_ids, each.num_evicted) for each in engine.resume()], engine.trace.events
+
+
+def test_a_fresh_engine_goes_on_with_the_same_bytes_tokens_and_victims(running, make_engine, evicting, snapshots):
+    engine = running()
+    assert any(table.num_doomed_tokens for table in engine.loop.pool.tables.values())
+    engine.save_snapshot(snapshots / "whole")
+    before = fingerprints(engine), engine.counters.num_evicted_tokens
+    expected = rest(engine)
+
+    fresh = make_engine(**evicting("h2o"))
+    fresh.load_snapshot(snapshots / "whole")
+
+    assert (fingerprints(fresh), fresh.counters.num_evicted_tokens) == before
+    assert len(before[0]) == 2
+    assert rest(fresh) == expected
+    assert [len(tokens) for _, tokens, _ in expected[0]] == [24, 30, 12]
+    assert fresh.loop.pool.pool.num_held == 0
+
+
+def copied(snapshots, tmp_path, running):
+    if not (snapshots / "whole").exists():
+        running().save_snapshot(snapshots / "whole")
+    return shutil.copytree(snapshots / "whole", tmp_path / "copy")
+
+
+def files(folder, item):
+    return sorted((path for path in (folder / item).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def remove_data(folder):
+    files(folder, "arrays")[-1].unlink()
+
+
+def truncate_data(folder):
+    largest = files(folder, "arrays")[-1]
+    largest.write_bytes(largest.read_bytes()[:-100])
+
+
+def flip_a_bit(folder):
+    largest = files(folder, "arrays")[-1]
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+
+
+def cut_off_while_written(folder):
+    (folder / "files.json").unlink()
+
+
+def forged(old, new):
+    """A whole snapshot, with other words in its JSON."""
+
+    def change(folder):
+        path = files(folder, "meta")[-1]
+        path.write_text(path.read_text().replace(old, new))
+        listed = json.loads((folder / "files.json").read_text())
+        name = path.relative_to(folder).as_posix()
+        listed[name] = [path.stat().st_size, zlib.crc32(path.read_bytes())]
+        (folder / "files.json").write_text(json.dumps(listed))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("breakage", "message"),
+    [
+        (remove_data, "is torn: arrays/.* is missing or was changed: take an older one"),
+        (truncate_data, "is torn: arrays/.* is missing or was changed"),
+        (flip_a_bit, "is torn: arrays/.* is missing or was changed"),
+        (cut_off_while_written, "is torn: its list of files does not read"),
+        (forged("snapshot/1", "snapshot/0"), "has the format 'vtoken-jax/snapshot/0', not 'vtoken-jax/snapshot/1'"),
+        (forged("RequestTable()", "Popen()"), r"does not read: KeyError\('Popen\(\)'\): .* another version"),
+        (shutil.rmtree, "no checkpoint at"),
+    ],
+)
+def test_a_torn_or_foreign_snapshot_is_refused_and_the_running_engine_goes_on(
+    running, snapshots, tmp_path, breakage, message
+):
+    folder = copied(snapshots, tmp_path, running)
+    breakage(folder)
+    engine, untouched = running(), running()
+    before = fingerprints(engine)
+
+    with pytest.raises(SpecError, match=message):
+        engine.load_snapshot(folder)
+
+    assert fingerprints(engine) == before
+    assert rest(engine) == rest(untouched)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_blocks": 61}, "another pool"),
+        ({"kv_budget": 17}, "another config"),
+        ({"chunk_tokens": 8}, "another chunk_tokens"),
+    ],
+)
+def test_a_snapshot_of_another_engine_names_what_differs(
+    make_engine, evicting, running, snapshots, tmp_path, changes, message
+):
+    folder = copied(snapshots, tmp_path, running)
+    with pytest.raises(SpecError, match=message):
+        make_engine(**evicting("h2o") | changes).load_snapshot(folder)
+
+
+def test_a_folder_that_exists_is_not_overwritten(running, tmp_path):
+    with pytest.raises(SpecError, match="exists: give a new folder"):
+        running().save_snapshot(tmp_path)

@@ -1,0 +1,80 @@
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from vtoken.errors import SpecError
+from vtoken_jax.model.config import ModelConfig
+from vtoken_jax.model.load import load_checkpoint, load_weights, save_checkpoint
+
+
+def weights(folder, dtype="float32"):
+    return load_weights(folder, ModelConfig.from_folder(folder), dtype)[1]
+
+
+def test_many_files_with_an_index_are_the_same_weights(hf_models) -> None:
+    _, whole = hf_models("qwen2")
+    _, sharded = hf_models("qwen2", max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    same = jax.tree.map(np.array_equal, weights(whole), weights(sharded))
+    assert all(jax.tree.leaves(same))
+
+
+def test_weights_are_cast_and_nothing_is_left_at_its_first_value(hf_models) -> None:
+    leaves = jax.tree.leaves(weights(hf_models("llama")[1], "bfloat16"))
+    assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16"}
+    assert all(len(np.unique(np.asarray(leaf))) > 1 for leaf in leaves)
+
+
+@pytest.fixture
+def folder(hf_models, tmp_path):
+    return shutil.copytree(hf_models("llama")[1], tmp_path / "copy")
+
+
+def test_a_truncated_file_is_refused_by_name(folder) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(SpecError, match=r"model\.safetensors does not open: .*: download it again"):
+        weights(folder)
+    path.unlink()
+    with pytest.raises(SpecError, match=r"model\.safetensors does not open"):
+        weights(folder)
+
+
+def test_weights_that_do_not_fit_the_configuration_are_refused_by_name(folder) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"vocab_size": 97}))
+    with pytest.raises(SpecError, match=r"embed_tokens.weight has shape \[96, 32\], config.json says \[97, 32\]"):
+        weights(folder)
+    path.write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(SpecError, match=r"lacks the weight model\.layers\.2\."):
+        weights(folder)
+
+
+def test_a_damaged_index_is_refused(folder) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(SpecError, match="is no index of safetensors files"):
+        weights(folder)
+
+
+def test_a_checkpoint_restores_every_bit_and_refuses_another_model(hf_models, tmp_path) -> None:
+    _, source = hf_models("llama")
+    config, state = ModelConfig.from_folder(source), weights(source)
+    save_checkpoint(tmp_path / "weights", config, "float32", state)
+
+    same = jax.tree.map(np.array_equal, load_checkpoint(tmp_path / "weights", config, "float32")[1], state)
+
+    assert all(jax.tree.leaves(same))
+    other = ModelConfig.from_folder(hf_models("mistral")[1])
+    with pytest.raises(SpecError, match="holds another model"):
+        load_checkpoint(tmp_path / "weights", other, "float32")
+    (tmp_path / "weights" / "files.json").unlink()
+    with pytest.raises(SpecError, match="is torn"):
+        load_checkpoint(tmp_path / "weights", config, "float32")
+    with pytest.raises(SpecError, match="no checkpoint at"):
+        load_checkpoint(tmp_path / "nothing", config, "float32")
+    with pytest.raises(SpecError, match="exists: give a new folder"):
+        save_checkpoint(tmp_path / "weights", config, "float32", state)

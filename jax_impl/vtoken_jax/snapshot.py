@@ -1,0 +1,125 @@
+"""Snapshots of a running engine by orbax: KV pool, tables, mass and the whole state of the loop, all of one moment.
+
+A draw of a request depends on its seed and on how many it has drawn, so that nothing else is needed of randomness. What
+is written is complete: an engine of the same model, pool and configuration goes on with the same tokens, victims and
+fingerprints. Weights are not in it.
+"""
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from vtoken.block_pool import BlockPool
+from vtoken.errors import SpecError
+from vtoken.eviction import Counters, Running
+from vtoken.request_table import RequestTable
+from vtoken.serving.protocol import SamplingParams
+from vtoken.serving.requests import Request
+from vtoken.trace import TraceEvent, VictimTrace
+from vtoken.victims import PolicyVictims, TraceVictims
+from vtoken_jax import checkpoint
+from vtoken_jax.device_tables import Tables
+from vtoken_jax.kv_cache import KVCache
+from vtoken_jax.plain_data import decode, encode
+from vtoken_jax.runner import JaxRunner
+
+if TYPE_CHECKING:
+    from vtoken_jax.engine import JaxEngine
+
+__all__ = ["FORMAT", "load_snapshot", "save_snapshot"]
+
+FORMAT = "vtoken-jax/snapshot/1"
+
+_PLAIN = (BlockPool, Counters, Request, RequestTable, Running, SamplingParams, TraceEvent, VictimTrace)
+
+
+def save_snapshot(folder: Path, engine: "JaxEngine") -> None:
+    """Writes a new folder. Raises SpecError if it exists, or cannot be written."""
+    meta = {
+        "format": FORMAT,
+        "vtoken": version("vtoken"),
+        "engine": _facts(engine),
+        "host": {name: _read(part, names) for name, part, names in _host_parts(engine)},
+    }
+    # Copies: the next step donates the arrays.
+    checkpoint.save(folder, meta, [leaf.copy() for leaf in jax.tree.leaves(_arrays(engine.runner))])
+
+
+def load_snapshot(folder: Path, engine: "JaxEngine") -> None:
+    """Goes on where a snapshot was taken.
+
+    Raises:
+        SpecError: no snapshot, a torn one, one of another format, or of another model, pool or configuration; nothing
+            is changed.
+    """
+    meta = checkpoint.load_meta(folder, FORMAT)
+    for name, ours in _facts(engine).items():
+        theirs = meta["engine"].get(name)
+        if theirs != ours:
+            raise SpecError(f"the snapshot {folder} has another {name}: {theirs}, this engine {ours}: make it the same")
+    host = {name: decode(data, _PLAIN) for name, data in meta["host"].items()}
+    parts = list(_host_parts(engine))
+    if any(host.get(name, {}).keys() != set(names) for name, _, names in parts):
+        raise SpecError(f"the snapshot {folder} was written by vtoken {meta['vtoken']}, whose engine keeps other state")
+    state = _arrays(engine.runner)
+    leaves = checkpoint.load_arrays(folder, jax.tree.leaves(state))
+    for name, part, names in parts:
+        for key in names:
+            setattr(part, key, host[name][key])
+    _share_past(engine)
+    store, runner = engine.runner.store, engine.runner
+    store.cache, store.tables, runner.masses = jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _arrays(runner: JaxRunner) -> tuple[KVCache, Tables, jax.Array | None]:
+    return runner.store.cache, runner.store.tables, runner.masses
+
+
+def _facts(engine: "JaxEngine") -> dict[str, str]:
+    """What must be the same in both engines."""
+    loop, runner = engine.loop, engine.runner
+    return {
+        "model": repr(runner.config),
+        "pool": repr(runner.store.spec),
+        "config": repr(loop.config),
+        "mass": repr(runner.need),
+        "chunk_tokens": repr(loop.batch.chunk_tokens),
+        "max_num_seqs": repr(loop.batch.max_num_seqs),
+        "max_model_len": repr(engine.max_model_len),
+        "prefix_caching": repr(loop.batch.share_prefixes),
+        "victims": type(loop.scheduler.victims).__name__,
+    }
+
+
+def _host_parts(engine: "JaxEngine") -> Iterator[tuple[str, object, tuple[str, ...]]]:
+    """Objects, and those of their attributes that change from step to step."""
+    loop, runner = engine.loop, engine.runner
+    pool, scheduler, victims = loop.pool, loop.scheduler, loop.scheduler.victims
+    yield "loop", loop, ("_num_submitted",)
+    yield "batch", loop.batch, ("waiting", "running")
+    yield "pool", pool, ("pool", "_rows", "_free_rows", "_in_flight", "_step")
+    yield "tables", pool.tables, ("_tables",)
+    yield "scheduler", scheduler, ("counters", "_running", "_step")
+    yield "manager", scheduler.manager, ("num_plans", "num_moves", "refused", "_last_attempt", "_last_release")
+    yield "runner", runner, ("queries",)
+    yield "store", runner.store, ("num_blocks",)
+    yield "trace", engine.trace, ("events",)
+    if isinstance(victims, PolicyVictims):
+        yield "victims", victims, ("_last_count", "_past", "_rebuild_to")
+        yield "repeat", victims._repeat, ("_next",)
+    if isinstance(victims, TraceVictims):
+        yield "victims", victims, ("_next",)
+
+
+def _share_past(engine: "JaxEngine") -> None:
+    """The past that a policy's source adds to is the one that it repeats from."""
+    victims = engine.loop.scheduler.victims
+    if isinstance(victims, PolicyVictims):
+        victims._repeat._trace = victims._past
+
+
+def _read(part: object, names: tuple[str, ...]) -> Any:
+    return encode({name: getattr(part, name) for name in names}, _PLAIN)

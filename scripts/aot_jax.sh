@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# The JAX executor on the newest JAX, and compiled for an H100 that is not there: in an environment of its own,
+# .venv-aot, for the newest JAX asks for a newer Python than the rest.
+#   VTOKEN_AOT_PYTHON=python3.13   which interpreter (default: the first of python3.13, python3.12, pyenv's)
+#   VTOKEN_AOT_TESTS=0             leaves out the package's own tests
+# Without such a Python, or without the packages, it says so and leaves with 0: there is nothing that it could check.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+readonly VENV=.venv-aot STAMP=.venv-aot/vtoken-aot.stamp LOG=.venv-aot/setup.log JAX=0.12.0.1 TRITON=3.9.0
+readonly PYTHONS=${VTOKEN_AOT_PYTHON:-python3.13 python3.12 $HOME/.pyenv/versions/3.13*/bin/python $HOME/.pyenv/versions/3.12*/bin/python}
+
+say() { printf 'aot-jax: %s\n' "$*"; }
+skip() {
+    say "skipped: $*"
+    exit 0
+}
+
+find_python() {
+    local candidate
+    for candidate in $PYTHONS; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] < (3, 12))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$LOG" 2>&1; }
+
+install_all() {
+    "$1" -m venv --clear "$VENV" || return
+    say "making $VENV with $("$VENV/bin/python" --version), JAX $JAX and its CUDA plugin; log in $LOG"
+    pip_install --editable ".[jax,conformance]" "jax==$JAX" pytest pytest-xdist hypothesis || return
+    # No card is used, so NVIDIA's libraries (3 GB) stay out; Triton's wheel brings the assembler.
+    pip_install --no-deps "jax-cuda13-plugin==$JAX" "jax-cuda13-pjrt==$JAX" "triton==$TRITON" || return
+    wanted >"$STAMP"
+}
+
+wanted() { cksum pyproject.toml scripts/aot_jax.sh; }
+
+python=$(find_python) || skip "no Python 3.12 or newer with venv among: $PYTHONS"
+if [[ ! -f $STAMP || $(<"$STAMP") != "$(wanted)" ]]; then
+    install_all "$python" || skip "the packages do not install; the end of $LOG: $(tail -n 3 "$LOG" 2>/dev/null)"
+fi
+began=$SECONDS
+JAX_PLATFORMS=cpu "$VENV/bin/python" -m vtoken_jax.aot "$@"
+if [[ ${VTOKEN_AOT_TESTS:-1} != 0 ]]; then
+    JAX_PLATFORMS=cpu "$VENV/bin/python" -m pytest -q -n 2 jax_impl/tests
+fi
+say "done ($((SECONDS - began)) s)"

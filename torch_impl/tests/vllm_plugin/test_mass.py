@@ -1,0 +1,225 @@
+"""Attention mass of the engine against transformers' attention weights, and the victims that follow from it."""
+
+import pytest
+
+MASS_POLICIES = ("h2o", "scissorhands", "tova", "snapkv", "paged_eviction")
+ALWAYS = {"policy": "h2o", "kv_budget": 60, "interval": 12, "when": "always", "page_size": 8}
+
+
+@pytest.fixture
+def watch():
+    from vllm_mass import MassWatch
+
+    return MassWatch
+
+
+def _checked(engine, watch, reference):
+    engine.assert_exact(reference)
+    engine.assert_nothing_left()
+    assert watch.num_reports
+    return watch.assert_chosen_by(reference)
+
+
+def test_every_policy_sees_and_chooses_what_the_reference_does(world, reference, tokens, watch):
+    with world(ALWAYS) as engine:
+        seen = watch(engine)
+        for policy in MASS_POLICIES:
+            engine.submit(tokens(110), 40, vtoken_policy=policy)
+            engine.run()
+        for length, policy in zip((90, 7, 200, 33, 64, 130), [*MASS_POLICIES, "random"], strict=True):
+            engine.submit(tokens(length), 45, vtoken_policy=policy)
+        engine.submit(tokens(95), 45, vtoken_off=True)
+        engine.submit(tokens(50), 45)
+        engine.run()
+        assert engine.counts["peak running"] == 8
+        assert engine.counts["recycled"] > 150
+        assert engine.counts["moves"] > 100
+        assert _checked(engine, seen, reference) > 500
+        assert {choice.config.policy for choice in seen.choices if choice.victims} == set(MASS_POLICIES)
+
+
+@pytest.mark.parametrize("chunk", [48, 100])
+def test_chunks_of_a_prompt_add_up(world, reference, tokens, watch, chunk):
+    with world(ALWAYS, max_num_batched_tokens=chunk) as engine:
+        seen = watch(engine)
+        for length, policy in zip((300, 170, 260, 130, 210), MASS_POLICIES, strict=True):
+            engine.submit(tokens(length), 30, vtoken_policy=policy)
+        engine.run()
+        assert _checked(engine, seen, reference) > 500
+        assert any(choice.victims and choice.num_computed < choice.prompt_len for choice in seen.choices)
+
+
+def test_cached_tokens_have_mass_from_the_first_chunk_after_them_on(world, reference, tokens, watch):
+    prefix = tokens(160)
+    with world({**ALWAYS, "kv_budget": 130}, enable_prefix_caching=True) as engine:
+        engine.submit(prefix + tokens(10), 5, vtoken_off=True)
+        engine.run()
+        seen = watch(engine)
+        for count, policy in zip((30, 41, 3, 20, 1), MASS_POLICIES, strict=True):
+            engine.submit(prefix + tokens(count), 50, vtoken_policy=policy)
+        engine.run()
+        assert all(engine.outcomes[key].num_cached == 160 for key in range(1, 6))
+        assert _checked(engine, seen, reference) > 300
+        assert min(choice.first for choice in seen.choices) == 160
+
+
+def test_mass_is_forgotten_at_preemption(world, reference, tokens, watch):
+    with world({**ALWAYS, "kv_budget": 150, "interval": 8}, num_blocks=17) as engine:
+        seen = watch(engine)
+        for length, policy in zip((60, 75, 50, 60, 40), MASS_POLICIES, strict=True):
+            engine.submit(tokens(length), 170, vtoken_policy=policy)
+        engine.run(abort_at={150: 1})
+        assert engine.counts["preemptions"] > 0
+        assert engine.counts["aborts"] == 1
+        assert _checked(engine, seen, reference) > 300
+        assert any(choice.epoch > 0 and choice.victims for choice in seen.choices)
+
+
+def test_under_pressure_mass_is_there_from_the_first_token_on(world, reference, tokens, watch):
+    with world({**ALWAYS, "when": "pressure"}, num_blocks=20) as engine:
+        seen = watch(engine)
+        for policy in MASS_POLICIES:
+            engine.submit(tokens(60), 150, vtoken_policy=policy)
+        engine.run()
+        assert _checked(engine, seen, reference) > 100
+        assert min(choice.num_computed for choice in seen.choices) > 80  # asked late, and nothing was missed
+
+
+@pytest.mark.parametrize(("when", "chunk"), [("always", 512), ("pressure", 512), ("always", 48)])
+def test_results_that_come_a_step_late_are_read_by_the_layout_of_their_own_step(
+    world, reference, tokens, watch, when, chunk
+):
+    settings = {"num_blocks": 21, "enable_prefix_caching": True, "max_num_batched_tokens": chunk}
+    settings["async_scheduling"] = True
+    with world({**ALWAYS, "when": when, "kv_budget": 120, "interval": 5}, **settings) as engine:
+        seen = watch(engine)
+        for length, policy in zip((60, 175, 50, 130, 40), MASS_POLICIES, strict=True):
+            engine.submit(tokens(length), 140, vtoken_policy=policy)
+        engine.run(abort_at={100: 0})
+        assert _checked(engine, seen, reference) > 100
+        assert all(choice.known == choice.num_computed - 1 for choice in seen.choices if not choice.is_cut)
+        in_prompt = [choice for choice in seen.choices if choice.is_cut and choice.victims]
+        assert bool(in_prompt) == (chunk == 48)  # of a chunk that is not judged yet the policy sees nothing
+
+
+def _a_position_off_by_one(monkeypatch):
+    from vtoken_torch.vllm_plugin.ledger import Ledger
+
+    packed = Ledger.packed_positions
+
+    def mutant(self, req_id):
+        positions = packed(self, req_id)
+        return positions[1:] + positions[:1]
+
+    monkeypatch.setattr(Ledger, "packed_positions", mutant)
+
+
+def _a_stale_snapshot(monkeypatch):
+    from dataclasses import replace
+
+    from vtoken_torch.vllm_plugin.mass.feed import MassFeed
+
+    result_came = MassFeed.result_came
+
+    def mutant(self, output, result):
+        late = []
+        for each in self._passes[0][1]:
+            current = self._driver.ledger.packed_positions(each.req_id)[: len(each.positions)]
+            late.append(replace(each, positions=current + each.positions[len(current) :]))
+        self._passes[0] = (output, late)
+        result_came(self, output, result)
+
+    monkeypatch.setattr(MassFeed, "result_came", mutant)
+
+
+def _doomed_tokens_seen_as_dead(monkeypatch):
+    """A recycled slot keeps its old position for one step."""
+    from vtoken_torch.vllm_plugin.ledger import Ledger
+
+    packed = Ledger.packed_positions
+
+    def one_step_late(self, req_id):
+        positions, recycling = packed(self, req_id), self.recycling.get(req_id)
+        if recycling is not None:
+            index = recycling.num_done - 1 - recycling.num_settled
+            positions[positions.index(self.count(req_id) - 1)] = recycling.deaths[index][1]
+        return positions
+
+    monkeypatch.setattr(Ledger, "packed_positions", one_step_late)
+
+
+def _no_causal_mask(monkeypatch):
+    from vtoken_torch.vllm_plugin.mass.queries import ChunkRows
+
+    tiled = ChunkRows._tiled
+
+    def mutant(num_queries, length):
+        return [(first, last, hidden & False) for first, last, hidden in tiled(num_queries, length)]
+
+    monkeypatch.setattr(ChunkRows, "_tiled", staticmethod(mutant))
+
+
+@pytest.mark.parametrize(
+    "mutate", [_a_position_off_by_one, _a_stale_snapshot, _doomed_tokens_seen_as_dead, _no_causal_mask]
+)
+def test_mass_of_the_wrong_token_is_noticed(world, reference, tokens, watch, monkeypatch, mutate):
+    mutate(monkeypatch)
+    is_async = mutate is _a_stale_snapshot  # in step, the last pass is always the one that is answered
+    with world({**ALWAYS, "kv_budget": 50, "interval": 8}, async_scheduling=is_async) as engine:
+        seen = watch(engine)
+        engine.submit(tokens(100), 40)
+        engine.submit(tokens(60), 40, vtoken_policy="tova")
+        engine.run()
+        engine.assert_exact(reference)  # wrong victims, but honestly evicted
+        with pytest.raises(AssertionError, match=r"differs by|other victims|known for other tokens"):
+            seen.assert_chosen_by(reference)
+
+
+def test_an_engine_without_mass_policies_runs_vllms_own_attention(world, reference, tokens):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    from vtoken_torch.vllm_plugin.mass.attention_cpu import MassAttentionImpl
+
+    with world({"policy": "streaming_llm", "kv_budget": 50, "interval": 8, "when": "always"}) as engine:
+        asked = []
+        (feed,) = (part for part in engine.scheduler.parts if type(part).__name__ == "MassFeed")
+        pass_closed = feed.pass_closed
+
+        def watched(output, record):
+            pass_closed(output, record)
+            asked.append(dict(record.mass))
+
+        feed.pass_closed = watched
+        engine.submit(tokens(80), 20)
+        engine.run()
+        assert not any(asked)
+        assert {type(layer.impl) for layer in engine.runner.vtoken.layers} == {CPUAttentionBackendImpl}
+        asked.clear()
+        off, tova, plain, h2o = (
+            engine.submit(tokens(70), 10, **settings)
+            for settings in ({"vtoken_off": 1}, {"vtoken_policy": "tova"}, {}, {"vtoken_policy": "h2o"})
+        )
+        engine.run()
+        assert all(isinstance(layer.impl, MassAttentionImpl) for layer in engine.runner.vtoken.layers)
+        windows = {req_id.split("-")[0]: window for record in asked for req_id, window in record.items()}
+        assert windows == {str(tova): 1, str(h2o): 0}
+        engine.assert_exact(reference)
+        assert engine.outcomes[plain].epochs[0].deaths
+        assert not engine.outcomes[off].epochs[0].deaths
+
+
+@pytest.mark.parametrize("method", ["mass_need", "select_victims"])
+def test_a_mass_policy_that_raises_costs_its_request_the_eviction_and_nothing_else(
+    world, reference, tokens, watch, monkeypatch, method
+):
+    from vtoken.policies.tova import TOVAPolicy
+
+    monkeypatch.setattr(TOVAPolicy, method, lambda self, given: 1 / 0)
+    with world(ALWAYS) as engine:
+        engine.submit(tokens(90), 30, vtoken_policy="tova")
+        engine.submit(tokens(90), 30)
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+        assert not engine.outcomes[0].epochs[0].deaths
+        assert engine.outcomes[1].epochs[0].deaths

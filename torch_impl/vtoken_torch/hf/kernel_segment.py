@@ -1,0 +1,76 @@
+"""Attention of decoding rows by the Triton kernel: block tables and live words are read on the device, in place."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vtoken.policies.base import MassNeed
+from vtoken_torch.hf.mass import MassBook
+from vtoken_torch.kernels.decode import paged_decode, token_mass
+from vtoken_torch.kernels.decode_workspace import DecodeWorkspace
+from vtoken_torch.kv_store import TorchKVStore
+
+__all__ = ["KernelSegment", "make_workspace"]
+
+
+def make_workspace(store: TorchKVStore, need: MassNeed | None) -> DecodeWorkspace:
+    """Scratch for all steps of a pool: logits are kept only where mass is."""
+    spec = store.spec
+    heads = spec.num_query_heads, spec.num_kv_heads, spec.head_size
+    device, with_logits = store.cache.device, need is not None
+    return DecodeWorkspace(spec.max_num_reqs, *heads, spec.num_slots, device, with_logits=with_logits)
+
+
+class KernelSegment:
+    """``Segment`` of rows that write one token each.
+
+    Args:
+        rows: of the store's tables.
+        query_positions: ``[len(rows)]`` int64.
+        store: tables and positions.
+        workspace: as ``make_workspace`` gives it; one step at a time.
+        need: collects mass.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        query_positions: Tensor,
+        store: TorchKVStore,
+        workspace: DecodeWorkspace,
+        need: MassNeed | None,
+    ) -> None:
+        self.num_tokens = len(rows)
+        self._rows, self._query_positions, self._workspace = rows, query_positions, workspace
+        self._block_size = store.spec.block_size
+        tables, device = store.tables, store.cache.device
+        which = torch.tensor(rows, device=device)
+        self._num_blocks = tables.num_blocks[which]
+        width = tables.block_table.shape[1] if need is None else int(self._num_blocks.max())  # waits for the device
+        self._block_table = tables.block_table[which, :width]
+        self._live_words = tables.live_words[which, :width]
+        self._positions, self._mass = None, None
+        if need is not None:
+            offsets = torch.arange(self._block_size, device=device)
+            slots = self._block_table.long().unsqueeze(-1) * self._block_size + offsets
+            self._positions = store.cache.positions[slots.flatten(1)].clamp_(min=0)  # of dead slots: any, with mass 0
+            self._mass = torch.zeros(self._positions.shape, device=device)
+
+    def attend(self, query: Tensor, kv: Tensor, scale: float) -> Tensor:
+        keys, values = kv.view(2, -1, self._block_size, kv.shape[2] // query.shape[2], query.shape[2])
+        q = query.transpose(0, 1).contiguous()
+        out = torch.empty_like(q)
+        work, logits = self._workspace, None
+        if self._mass is not None and work.logits is not None:
+            logits = work.logits[..., : self._mass.shape[1]]
+        tables = self._block_table, self._num_blocks, self._live_words
+        paged_decode(q, keys, values, *tables, scale=scale, out=out, workspace=work, logits=logits)
+        if self._mass is not None and logits is not None:
+            token_mass(logits, work.lse, self._num_blocks, self._mass, block_size=self._block_size)
+        return out
+
+    def report(self, book: MassBook, num_layers: int) -> None:
+        if self._mass is not None and self._positions is not None:
+            masses = (self._mass / num_layers).unsqueeze(1)
+            book.add(self._rows, self._query_positions.unsqueeze(1), self._positions, masses)

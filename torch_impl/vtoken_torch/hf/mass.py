@@ -1,0 +1,133 @@
+"""Attention mass on the device, by request row and position, and the choice of victims from it (SPEC A-3).
+
+Positions never change, so that moves and recycled slots do not touch it. What is kept of a dead token is never read.
+"""
+
+from collections.abc import Sequence
+from math import nan
+
+import torch
+from torch import Tensor
+
+from vtoken.policies.base import MassNeed
+from vtoken.policies.ranking import Choice
+from vtoken.types import Position
+
+__all__ = ["MassBook"]
+
+
+class MassBook:
+    """Mass of all rows, as one policy needs it. Memory follows the highest position, whatever is live.
+
+    Without a window one layer holds the running sum; else layer ``p % window`` is the mass row of the query at
+    position p.
+
+    Attributes:
+        masses: ``[num_rows, max(1, window), capacity]`` float32.
+    """
+
+    def __init__(self, need: MassNeed, num_rows: int, device: torch.device) -> None:
+        self.need = need
+        self.masses = torch.zeros(num_rows, max(1, need.window), 0, device=device)
+        self._queries: dict[int, tuple[Position, Position]] = {}  # from and to, by row
+
+    def expect(self, row: int, start: Position, num_queries: int) -> None:
+        """The step under way has these queries of the row. Makes room for them."""
+        first, _ = self._queries.get(row, (start, 0))
+        end = start + num_queries
+        self._queries[row] = first, end
+        num_rows, num_layers, capacity = self.masses.shape
+        if end > capacity:
+            more = self.masses.new_zeros(num_rows, num_layers, max(256, 2 * end) - capacity)
+            self.masses = torch.cat((self.masses, more), dim=2)
+
+    def add(
+        self, rows: Sequence[int], queries: Tensor, positions: Tensor, masses: Tensor, num_queries: int = 1
+    ) -> None:
+        """Adds mass that was expected.
+
+        Args:
+            rows: ``r`` of them, distinct.
+            queries: ``[r, kept]`` int64, positions of the queries whose rows are kept.
+            positions: ``[r, n]``, who was attended to; a position may stand there twice.
+            masses: ``[r, kept, n]`` float32; without a window one row, the queries' sum, decayed within the step.
+            num_queries: of each row in this step: older sums decay as often.
+        """
+        where = torch.tensor(rows, device=masses.device).unsqueeze(1)
+        if self.need.window:
+            layers = queries % self.need.window
+            self.masses[where, layers] = 0.0
+        else:
+            layers = torch.zeros_like(queries[:, :1])
+            if self.need.decay != 1:
+                self.masses[where, 0] *= self.need.decay**num_queries
+        places = where.unsqueeze(2), layers.unsqueeze(2), positions.unsqueeze(1).long()
+        self.masses.index_put_(places, masses, accumulate=True)
+
+    def forget(self, row: int) -> None:
+        """The row's next request starts at zero."""
+        if self._queries.pop(row, None) is not None:
+            self.masses[row] = 0.0
+
+    def scores(self, row: int, positions: Sequence[Position]) -> tuple[list[float], list[list[float]]]:
+        """``mass`` and ``mass_rows`` of a ``RequestView`` with these live positions."""
+        places = torch.tensor(positions, dtype=torch.int64, device=self.masses.device)
+        mass = self._sums(row, places).tolist()
+        if not self.need.rows:
+            return mass, []
+        rows, seen = self._window(row, places)
+        return mass, rows.masked_fill(~seen, nan).tolist()
+
+    def lowest(self, row: int, positions: Tensor, choice: Choice) -> list[Position]:
+        """Victims among candidates ``[n]`` int64, ascending, as ``RanksOnDevice`` says. Only they go to the host."""
+        if choice.score == "mass":
+            scores = self._sums(row, positions)
+        else:
+            rows, seen = self._window(row, positions)
+            means = (rows * seen).sum(1, keepdim=True) / seen.sum(1, keepdim=True)
+            scores = ((rows > means) & seen).sum(0).double()
+        _, end = self._queries.get(row, (0, 0))
+        is_known = positions < end  # they come first: positions ascend
+        scores = _smoothed(scores.where(is_known, 0.0), positions, is_known, choice.smooth)
+        edges = torch.tensor(choice.spans, dtype=torch.int64, device=positions.device).flatten()
+        may_die = (torch.searchsorted(edges, positions, right=True) % 2 == 1) & is_known
+        order = scores.masked_fill(~may_die, torch.inf).sort(stable=True).indices[: choice.count]
+        victims = positions[order[may_die[order]]].sort().values
+        return [int(position) for position in victims.tolist()]
+
+    def _sums(self, row: int, positions: Tensor) -> Tensor:
+        """``[n]`` float64; NaN where a token has no mass yet."""
+        _, end = self._queries.get(row, (0, 0))
+        masses = self._at(row, positions).sum(0)
+        return masses.masked_fill(positions >= end, nan)
+
+    def _window(self, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The window's rows, oldest query first, ``[queries, n]`` float64, and who was there to be seen, bool."""
+        first, end = self._queries.get(row, (0, 0))
+        queries = torch.arange(max(first, end - self.need.window), end, device=positions.device)
+        rows = self._at(row, positions)[queries % self.need.window]
+        return rows, positions <= queries.unsqueeze(1)
+
+    def _at(self, row: int, positions: Tensor) -> Tensor:
+        """``[layers, n]`` float64; a position beyond the capacity reads zero."""
+        capacity = self.masses.shape[2]
+        if not capacity:
+            return torch.zeros(self.masses.shape[1], len(positions), dtype=torch.float64, device=positions.device)
+        found = self.masses[row][:, positions.clamp(max=capacity - 1)].double()
+        return found.masked_fill(positions >= capacity, 0.0)
+
+
+def _smoothed(scores: Tensor, positions: Tensor, is_known: Tensor, window: int) -> Tensor:
+    """``vtoken.policies.base.smoothed`` of ``[n]`` scores that are zero where unknown."""
+    if window == 1:
+        return scores
+    half = window // 2
+    low = torch.searchsorted(positions, positions - half)
+    high = torch.searchsorted(positions, positions + half, right=True)
+    sums, counts = (_before(each.double()) for each in (scores, is_known))
+    return (sums[high] - sums[low]) / (counts[high] - counts[low]).clamp(min=1)
+
+
+def _before(values: Tensor) -> Tensor:
+    """``[n + 1]``: the sum of the values before each place."""
+    return torch.cat((values.new_zeros(1), values.cumsum(0)))

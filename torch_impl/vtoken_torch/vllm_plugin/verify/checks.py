@@ -1,0 +1,317 @@
+"""The scheduler's half of verification: tables, record and vLLM's pool against INV-2 and INV-4 to INV-8, each pass."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from vtoken.errors import SpecError
+from vtoken.invariants import (
+    Violation,
+    check_accounting,
+    check_counts,
+    check_holders,
+    check_launch,
+    check_mapping,
+    check_packed,
+    check_writes,
+)
+from vtoken.reclamation.plan import ReclamationPlan
+from vtoken.request_table import RequestTable
+from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, ReqId, SlotId
+from vtoken_torch.vllm_plugin.parts import SchedulerPart
+from vtoken_torch.vllm_plugin.record import ATTRIBUTE, StepRecord
+from vtoken_torch.vllm_plugin.verify.books import VllmBooks
+from vtoken_torch.vllm_plugin.verify.changes import FINDINGS, Changes, Finding, PassChanges
+
+if TYPE_CHECKING:
+    from vtoken_torch.vllm_plugin.scheduler import VTokenScheduler
+
+__all__ = ["OnlineChecks"]
+
+logger = logging.getLogger("vllm.vtoken")
+
+_KEPT_FINDINGS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One request as a pass left it."""
+
+    num_computed: int
+    block_ids: frozenset[BlockId]
+    slots: dict[Position, SlotId]
+
+    @classmethod
+    def of(cls, table: RequestTable) -> Self:
+        slots = {table.position_at(index): table.slot_at(index) for index in table.live_table_slots()}
+        return cls(table.num_computed_tokens, frozenset(table.block_ids), slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survivors:
+    """``ShowsSlots``: where the tokens that outlive a pass lay before it."""
+
+    block_size: int
+    slots: Sequence[SlotId]
+
+    def live_slots(self) -> Sequence[SlotId]:
+        return self.slots
+
+
+class OnlineChecks(SchedulerPart):
+    """Ends what breaks an invariant: the request, or all holders of a block, which is set aside.
+
+    vLLM has scheduled the broken request's step already. That step is led to the null block, and its copies are taken
+    out of the record, so that nobody else's KV is touched; the request ends when the result comes.
+
+    Attributes:
+        findings: the last ones, as they were logged; ``num_findings`` counts all.
+        books: vLLM's, with the blocks that are set aside.
+    """
+
+    def __init__(self, scheduler: "VTokenScheduler") -> None:
+        self.findings: deque[Finding] = deque(maxlen=_KEPT_FINDINGS)
+        self.num_findings = 0
+        self.books = VllmBooks(scheduler)
+        self._scheduler = scheduler
+        self._ledger = scheduler.vtoken.ledger
+        self._block_size = self._ledger.spec.block_size
+        self._seen: dict[ReqId, _Seen] = {}
+        self._gone: list[ReqId] = []
+        self._broken: dict[ReqId, str] = {}  # and why
+        self._step = 0
+        scheduler.vtoken.on_broken = self._break_in_plan
+
+    # -- the sides' calls --------------------------------------------------------------------------------------------
+
+    def pass_opened(self) -> None:
+        """Ends requests whose own plans broke, before vLLM gives them a step."""
+        self._end_broken()
+
+    def pass_closed(self, output: Any, record: StepRecord) -> None:
+        """Checks the pass, and tells the workers what became of each token."""
+        self._step = record.number
+        before, self._seen = self._seen, {}
+        changes: dict[ReqId, Changes] = {}
+        recycled = self._ledger.recycled(output.num_scheduled_tokens)
+        for req_id in filter(self._scheduler.vtoken.is_running, self._scheduler.requests):
+            if req_id not in self._broken:
+                with self._guard(req_id):
+                    table = self._ledger.table(req_id)
+                    self._check_table(table, record)
+                    seen = self._seen[req_id] = _Seen.of(table)
+                    changes[req_id] = _changes(req_id, before.get(req_id), seen, _num_written(output, req_id))
+                    self._check_recycled(req_id, changes[req_id], recycled.get(req_id))
+        self._check_moves(record, before, changes)
+        self._check_written(record, changes)
+        self._check_pool()
+        sound = {req_id: made for req_id, made in changes.items() if req_id not in self._broken}
+        record.verify = PassChanges(sound, self._gone, recycled.keys() & sound.keys())
+        self._gone = []
+        if self._broken:
+            self._isolate(output, record, sound)
+
+    def result_came(self, output: Any, result: Any) -> None:
+        """Takes in what the workers found; then broken requests end, before vLLM reads their tokens."""
+        self._step = getattr(output, ATTRIBUTE).number
+        findings = [each for each in getattr(result, FINDINGS, ()) if each.req_id in self._scheduler.requests]
+        for finding in findings:
+            self._report(finding, [finding.req_id])
+        if any(finding.number == 1 for finding in findings):
+            self.books.distrust_idle_cache()
+        self._end_broken()
+
+    def request_left(self, req_id: ReqId, is_finished: bool) -> None:
+        """Nothing more is checked of it."""
+        self._seen.pop(req_id, None)
+        self._gone.append(req_id)
+        if is_finished:
+            self._broken.pop(req_id, None)
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    def _check_table(self, table: RequestTable, record: StepRecord) -> None:
+        req_id, manager = table.req_id, self._ledger.manager
+        check_counts(table)
+        dead = table.num_evicted_tokens
+        for what, count in (
+            ("dead tokens in the block manager", self._ledger.num_dead(req_id)),
+            ("dead tokens in the record", _num_dead_told(table, record)),
+        ):
+            if count != dead:
+                raise Violation(8, req_id, what, dead, count)
+        check_mapping(table)
+        block_ids = [block.block_id for block in manager.req_to_blocks[req_id]]
+        if block_ids != table.block_ids:
+            raise Violation(2, req_id, "vLLM's block list", table.block_ids, block_ids)
+        told = record.block_ids.get(req_id, block_ids)
+        if told != block_ids[: len(told)]:
+            raise Violation(2, req_id, "block list in the record", block_ids, told)
+        check_packed(table)
+
+    @staticmethod
+    def _check_recycled(req_id: ReqId, made: Changes, slot: SlotId | None) -> None:
+        if slot is not None and [slot] != made.new_slots:
+            raise Violation(2, req_id, f"slot of the recycled position {made.first_new}", made.new_slots, slot, (slot,))
+
+    # -- copies and writes -------------------------------------------------------------------------------------------
+
+    def _check_moves(self, record: StepRecord, before: Mapping[ReqId, _Seen], changes: Mapping[ReqId, Changes]) -> None:
+        """The record's copies are exactly what the tables say (INV-1, INV-5), and may run in any order (INV-5)."""
+        pairs = set(zip(record.src_slots, record.dst_slots, strict=True))
+        if not pairs and not any(made.moves for made in changes.values()):
+            return
+        survivors, freed = _survivors(before, changes, self._block_size), self._freed(before)
+        plans = []
+        for req_id, made in changes.items():
+            plans.append(ReclamationPlan(req_id, 0, 0, 0, tuple(made.moves), ()))
+            with self._guard(req_id):
+                for position, *pair in made.moves:
+                    if tuple(pair) not in pairs:
+                        raise Violation(1, req_id, f"copy of position {position} in the record", pair, "none", pair)
+                check_launch(plans[-1:], survivors, freed)
+        with self._guard(None):
+            check_launch([plan for plan in plans if plan.req_id not in self._broken], survivors, freed)
+        claimed = {(src, dst) for made in changes.values() for _, src, dst in made.moves}
+        for src, dst in sorted(pairs - claimed):
+            owners = self.books.holders_of(src // self._block_size)
+            if not any(owner in self._broken for owner in owners):
+                violation = Violation(
+                    5, None, f"copy from slot {src} to {dst}", "a move of a table", "none", (src, dst)
+                )
+                self._report(Finding.of(violation), owners)
+
+    def _freed(self, before: Mapping[ReqId, _Seen]) -> set[BlockId]:
+        """Blocks that some request gave up in this pass, and that had no other holder."""
+        num_holders = Counter(block for seen in before.values() for block in seen.block_ids)
+        given_up = (seen.block_ids - self._seen[r].block_ids for r, seen in before.items() if r in self._seen)
+        return {block for blocks in given_up for block in blocks if num_holders[block] == 1}
+
+    def _check_written(self, record: StepRecord, changes: Mapping[ReqId, Changes]) -> None:
+        """INV-7. What vLLM writes into blocks of requests without dead tokens is its own; their tail is looked at."""
+        now, size = self.books.now(), self._block_size
+        for req_id, made in changes.items():
+            table = self._ledger.table(req_id)
+            written = [dst for _, _, dst in made.moves]
+            if table.num_evicted_tokens:
+                written += made.new_slots[made.num_cached :]
+            elif table.cursor % size:
+                written.append(table.slot_at(table.cursor))
+            with self._guard(req_id):
+                check_writes(req_id, written, now, size)
+
+    def _check_pool(self) -> None:
+        """INV-2 between requests and INV-6. Each turn takes one block out of circulation, so that this ends."""
+        while True:
+            now = self.books.now()
+            try:
+                check_holders(now.holders, now)
+                check_accounting(now.holders, now)
+            except Violation as violation:
+                if not self._fail_holders(violation):
+                    return
+            else:
+                return
+
+    # -- what follows ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _guard(self, req_id: ReqId | None) -> Iterator[None]:
+        """A violation inside fails its request; one of INV-7 all holders of its block."""
+        try:
+            yield
+        except Violation as violation:
+            if violation.number == 7:
+                self._fail_holders(violation)
+            else:
+                self._report(Finding.of(violation), [violation.req_id or req_id])
+        except SpecError as error:  # a table that contradicts itself
+            self._report(Finding(2, req_id, "table", "one that can be read", str(error)), [req_id])
+
+    def _fail_holders(self, violation: Violation) -> bool:
+        """Sets the block aside; False if it is none that could be."""
+        block_id = violation.block_id
+        holders = [] if block_id is None else self.books.holders_of(block_id)
+        self._report(Finding.of(violation), [violation.req_id, *holders])
+        return block_id is not None and self.books.set_aside(block_id)
+
+    def _break_in_plan(self, req_id: ReqId, error: Exception) -> None:
+        """A plan, or the layout that it left, was refused: by table, pool or ledger, which says what for."""
+        self._step = self._ledger.pool.pass_number
+        if isinstance(error, Violation):
+            finding = Finding.of(error)
+        else:
+            finding = Finding(4, req_id, "plan", "one that fits the table and packs it", str(error))
+        self._report(finding, [req_id])
+
+    def _end_broken(self) -> None:
+        if self._broken:
+            broken, self._broken = self._broken, {}
+            self.books.distrust(broken)
+            self._scheduler.fail(broken)
+
+    def _report(self, finding: Finding, req_ids: Iterable[ReqId | None]) -> None:
+        self.findings.append(finding)
+        self.num_findings += 1
+        failing = [req_id for req_id in dict.fromkeys(req_ids) if req_id is not None]
+        logger.error("vToken: step %d, requests %s, slots %s: %s", self._step, failing, list(finding.slots), finding)
+        for req_id in failing:
+            self._broken.setdefault(req_id, str(finding))
+
+    def _isolate(self, output: Any, record: StepRecord, sound: Mapping[ReqId, Changes]) -> None:
+        """Takes broken requests out of the record, and leads their step to the null block."""
+        claimed = {(src, dst) for made in sound.values() for _, src, dst in made.moves}
+        pairs = [pair for pair in zip(record.src_slots, record.dst_slots, strict=True) if pair in claimed]
+        record.src_slots, record.dst_slots = [src for src, _ in pairs], [dst for _, dst in pairs]
+        cached = output.scheduled_cached_reqs
+        for req_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if req_id not in self._broken or req_id in cached.resumed_req_ids:
+                continue  # what starts in this step has nothing but blocks that vLLM gave it
+            num_new = len(new_ids[0]) if new_ids else 0
+            num_known = len(self._ledger.manager.req_to_blocks[req_id]) - num_new
+            record.block_ids[req_id] = [NULL_BLOCK_ID] * num_known
+            record.recycles.pop(req_id, None)
+            num_scheduled = output.num_scheduled_tokens[req_id]
+            record.num_evicted[req_id] = self._scheduler.requests[req_id].num_computed_tokens - num_scheduled
+
+
+def _num_dead_told(table: RequestTable, record: StepRecord) -> int:
+    """What the workers are told of a request's dead tokens; where they are told nothing, what they know."""
+    recycles = record.recycles.get(table.req_id)
+    if recycles is not None:
+        return recycles.num_dead + table.num_computed_tokens - recycles.first
+    return record.num_evicted.get(table.req_id, table.num_evicted_tokens)
+
+
+def _num_written(output: Any, req_id: ReqId) -> int:
+    """Tokens whose KV the step writes, drafts apart."""
+    drafts = output.scheduled_spec_decode_tokens.get(req_id, ())
+    return int(output.num_scheduled_tokens.get(req_id, 0)) - len(drafts)
+
+
+def _changes(req_id: ReqId, before: _Seen | None, now: _Seen, num_written: int) -> Changes:
+    """What a pass did to one request. INV-1: no position comes back, none that joins is lost."""
+    old: Mapping[Position, SlotId] = {} if before is None else before.slots
+    first_new = 0 if before is None else before.num_computed
+    new = range(first_new, now.num_computed)
+    live = {position for position in old if position in now.slots}.union(new)
+    if live != now.slots.keys():
+        wrong = sorted(live.symmetric_difference(now.slots))
+        raise Violation(1, req_id, f"positions {wrong} after the pass", "live before, or new", "neither, or lost")
+    moves = [Move(p, src, now.slots[p]) for p, src in old.items() if now.slots.get(p, src) != src]
+    dead = [position for position in old if position not in now.slots]
+    new_slots = [now.slots[position] for position in new]
+    return Changes(before is None, dead, moves, first_new, new_slots, max(0, len(new_slots) - num_written))
+
+
+def _survivors(
+    before: Mapping[ReqId, _Seen], changes: Mapping[ReqId, Changes], block_size: int
+) -> dict[ReqId, _Survivors]:
+    found = {}
+    for req_id, made in changes.items():
+        dead, slots = set(made.dead), {} if made.is_start else before[req_id].slots
+        found[req_id] = _Survivors(block_size, [slot for position, slot in slots.items() if position not in dead])
+    return found
