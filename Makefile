@@ -31,7 +31,7 @@ types: setup ## mypy --strict
 unit: setup ## pytest alone (PYTEST_ARGS="shared/tests -k table" to choose)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-fuzz: setup ## 500 random vLLM engines, every token checked (half an hour; SEEDS=2000, V2_SEEDS=50 for more)
+fuzz: setup ## 500 random vLLM engines, every token checked (a quarter of an hour on two free cores; SEEDS=2000, V2_SEEDS=50 for more)
 	VTOKEN_FUZZ_SEEDS=$(SEEDS) VTOKEN_V2_FUZZ_SEEDS=$(V2_SEEDS) $(BIN)/pytest $(PYTEST_ARGS) -rP \
 		torch_impl/tests/vllm_plugin/test_fuzz.py torch_impl/tests/vllm_plugin/test_runner_v2.py
 

@@ -3,7 +3,8 @@
 # .venv-aot, for the newest JAX asks for a newer Python than the rest.
 #   VTOKEN_AOT_PYTHON=python3.13   which interpreter (default: the first of python3.13, python3.12, pyenv's)
 #   VTOKEN_AOT_TESTS=0             leaves out the package's own tests
-# Without such a Python, or without the packages, it says so and leaves with 0: there is nothing that it could check.
+# Without such a Python, or where an index has not the packages, it says so and leaves with 0: there is nothing that it
+# could check. Packages that are there and do not install are a failure.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -42,7 +43,11 @@ wanted() { cksum pyproject.toml scripts/aot_jax.sh; }
 
 python=$(find_python) || skip "no Python 3.12 or newer with venv among: $PYTHONS"
 if [[ ! -f $STAMP || $(<"$STAMP") != "$(wanted)" ]]; then
-    install_all "$python" || skip "the packages do not install; the end of $LOG: $(tail -n 3 "$LOG" 2>/dev/null)"
+    if ! install_all "$python"; then
+        lacking=$(grep -m 1 'No matching distribution found' "$LOG") && skip "a package is not available: $lacking"
+        say "failed: $VENV is not made; the end of $LOG: $(tail -n 3 "$LOG")"
+        exit 1
+    fi
 fi
 began=$SECONDS
 JAX_PLATFORMS=cpu "$VENV/bin/python" -m vtoken_jax.aot "$@"

@@ -200,6 +200,7 @@ def test_what_is_added_is_the_hooks_time_less_the_work_that_they_replace() -> No
     assert hook.replaced_us == pytest.approx(sum(clocked.replaced_us) / 3)
     assert sum(each.gross_us for each in clocked.hooks.values()) == pytest.approx(sum(clocked.gross_us) / 3)
     assert clocked.percent[0] == pytest.approx(100 * clocked.added_us[0] / clocked.step_us[0])
+    assert clocked.gross_percent[0] == pytest.approx(100 * clocked.gross_us[0] / clocked.step_us[0])
 
 
 def test_replaced_are_the_answered_calls_at_the_price_of_the_engines_own_method() -> None:
@@ -230,14 +231,15 @@ def test_bad_usage_is_two(capsys: pytest.CaptureFixture[str], arguments: tuple[s
 def test_the_worst_judged_case_is_judged(percent: float, added: float, code: int) -> None:
     def clocked(name: str, is_judged: bool, figure: float, share: float) -> Any:
         case = SimpleNamespace(name=name, is_judged=is_judged)
-        return SimpleNamespace(case=case, added_us=[figure], gross_us=[figure + 20], percent=[share], step_us=[1.0])
+        gross = {"gross_us": [figure + 20], "gross_percent": [share + 2]}
+        return SimpleNamespace(case=case, added_us=[figure], **gross, percent=[share], step_us=[1.0])
 
     spread = SimpleNamespace(median=1.0, low=0.9, high=1.1)
     cases = [clocked("none", True, 10, 0.1), clocked("always", True, added, percent), clocked("mass", False, 999, 9)]
     ratios = dict.fromkeys(("stock again", "none", "pressure"), spread)
     summary = overhead._summary(cases, ratios)  # type: ignore[arg-type]
     assert (summary["overhead_percent"], summary["added_us_per_step"]) == (percent, added)
-    assert summary["gross_us_per_step"] == added + 20
+    assert (summary["gross_us_per_step"], summary["gross_percent"]) == (added + 20, percent + 2)
     assert summary["within"] == (not code)
     assert (summary["aa_ratio"], summary["ab_spread"]) == (1.0, [0.9, 1.1])
 
@@ -259,7 +261,7 @@ def record(vllm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_the_record_has_every_case_its_bound_and_the_control(record: dict[str, Any]) -> None:
     rows = {(row["name"], row["params"]["case"]): row for row in record["rows"]}
     assert record["schema"] == "vtoken/bench-overhead/1"
-    assert {case for name, case in rows if name == "added_us"} >= {"none", "pressure", "always"}
+    assert {case for name, case in rows if name == "added_us"} >= {"none", "pressure", "always", "verify"}
     assert {case for name, case in rows if name == "step_over_stock"} == {"stock again", "none", "pressure"}
     for case in ("none", "pressure", "always"):
         assert rows["added_us", case]["bound"] == 150
@@ -267,7 +269,12 @@ def test_the_record_has_every_case_its_bound_and_the_control(record: dict[str, A
         assert rows["step_us", case]["value"] > rows["gross_us", case]["value"] > 0
         assert rows["replaced_us", case]["value"] > 0
         assert rows["gross_us", case]["bound"] is rows["replaced_us", case]["bound"] is None
+        assert rows["gross_percent", case]["value"] > rows["overhead_percent", case]["value"]
+    assert rows["added_us", "verify"]["bound"] is rows["overhead_percent", "verify"]["bound"] is None
     summary = record["summary"]
+    assert summary["gross_percent"] == max(
+        rows["gross_percent", case]["value"] for case in ("none", "pressure", "always")
+    )
     assert summary["added_us_per_step"] == max(
         rows["added_us", case]["value"] for case in ("none", "pressure", "always")
     )

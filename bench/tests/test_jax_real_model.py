@@ -19,6 +19,7 @@ def test_greedy_tokens_are_those_of_transformers(need_smollm2: Callable[..., Non
 
     engine = JaxEngine(smollm2_folder(), max_num_seqs=1, max_model_len=128)
     (output,) = engine.generate(_PROMPT, SamplingParams(max_tokens=64))
+    assert len(output.token_ids) == 64
 
     tokens = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
     with torch.inference_mode():  # each token is the likeliest after those before it: greedy decoding, in one pass

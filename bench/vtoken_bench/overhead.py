@@ -75,13 +75,20 @@ STOCK = Case("stock")
 
 
 def cases(load: Load) -> list[Case]:
-    """Nothing evicted; ample memory; a fixed budget, so that every token goes over an evicted one; attention mass."""
+    """Nothing evicted; ample memory; a fixed budget, so that every token goes over an evicted one.
+
+    Not judged: the last one, verified online; attention mass, both ways.
+    """
     limits = {"kv_budget": load.kv_budget, "interval": load.interval}
+    always = {"policy": "streaming_llm", **limits, "when": "always"}
+    h2o = {**always, "policy": "h2o"}
     return [
         Case("none", {"policy": "none"}),
         Case("pressure", {"policy": "streaming_llm", **limits, "when": "pressure"}),
-        Case("always", {"policy": "streaming_llm", **limits, "when": "always"}),
-        Case("mass", {"policy": "h2o", **limits, "when": "always"}, is_judged=False),
+        Case("always", always),
+        Case("verify", {**always, "verify": True}, is_judged=False),
+        Case("mass", h2o, is_judged=False),
+        Case("score pass", {**h2o, "signal_source": "score_pass"}, is_judged=False),
     ]
 
 
@@ -176,6 +183,11 @@ class Clocked:
     step_us: list[float] = field(default_factory=list)
     hooks: dict[str, Hook] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def gross_percent(self) -> list[float]:
+        """Share of ``gross_us`` in the step, a round."""
+        return [100 * gross / step for gross, step in zip(self.gross_us, self.step_us, strict=True)]
 
 
 def own_ns(

@@ -30,21 +30,21 @@ def with_recorded(job, recorded):
 
 
 @needs_vllm
-def test_the_cache_of_a_real_engine_is_what_every_executor_has_for_its_bytes_and_victims(job):
+def test_the_cache_of_a_real_engine_is_what_every_executor_has_for_its_bytes_and_victims(job, any_executor):
     row, failure = run_on_vllm(job)
     assert failure is None
     assert job.recorded.num_moves > 50
     assert job.recorded.num_recycles > 100
     assert len({len(step.seen) for step in job.recorded.passes}) > 2  # requests came and went
-    replayed, failure = run_job(job, "reference", ReferenceExecutor())
+    replayed, failure = run_job(job, any_executor.name, any_executor)
     assert failure is None
     assert (replayed.fingerprint, replayed.steps) == (row.fingerprint, row.steps)
 
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["float32-head128", "float32-shared", "float32-v2"])
-def test_wide_heads_shared_blocks_and_the_second_model_runner(key):
+@pytest.mark.parametrize("key", ["float32-head128", "float32-shared", "float32-lazy", "float32-v2"])
+def test_wide_heads_shared_blocks_lazy_mode_and_the_second_model_runner(key):
     job = VllmJob(key)
     row, failure = run_on_vllm(job)
     assert failure is None, failure
@@ -125,7 +125,7 @@ def test_patterns_choose_among_runs_of_vllm_and_leave_the_rest_to_the_cases():
     assert [job.name for job in jobs] == ["vllm/bfloat16", "vllm/float16"]
     assert rest == ["recycle/*"]
     jobs, rest = select_vllm_jobs([])
-    assert (len(jobs), rest) == (5, [])  # runner V2 costs too much to run unasked
+    assert (len(jobs), rest) == (6, [])  # runner V2 costs too much to run unasked
     assert [job.name for job in select_vllm_jobs(["vllm/*-v2"])[0]] == ["vllm/float32-v2"]
 
 

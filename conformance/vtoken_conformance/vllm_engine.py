@@ -52,6 +52,7 @@ _PREFIX_LEN = 70  # of requests that begin alike: two whole blocks
 _HOLDER = (10, 60, {"vtoken_off": True})  # comes first then, and keeps the prefix
 _MAX_NUM_REQS = len(_REQUESTS) + 1
 _SETTINGS = {"policy": "streaming_llm", "kv_budget": 64, "interval": 8, "when": "always"}
+_LAZY = {"mode": "lazy", "low_watermark": 1.0}  # evacuated though memory is ample
 
 
 def prepare() -> None:
@@ -79,7 +80,7 @@ def run_vllm(setting: Setting) -> VllmRun:
             _generate(engine, setting.is_shared)
         recorded = VictimTrace.load(trace)
     counts = recorder.num_moves, recorder.num_recycles, recorder.num_shared
-    return VllmRun(_spec(setting), tuple(recorder.passes), recorded, *counts)
+    return VllmRun(setting, _spec(setting), tuple(recorder.passes), recorded, *counts)
 
 
 def _run_apart(setting: Setting) -> VllmRun:
@@ -146,11 +147,12 @@ def _engine(model: Path, setting: Setting, trace: Path) -> Iterator[Any]:
 
     from vtoken_torch.vllm_plugin.compat import SCHEDULER, WORKER
 
+    settings = {**_SETTINGS, **_LAZY} if setting.is_lazy else _SETTINGS
     engine = LLM(
         str(model),
         scheduler_cls=SCHEDULER,
         worker_cls=WORKER,
-        additional_config={"vtoken": {**_SETTINGS, "record_trace": str(trace), "metrics": False}},
+        additional_config={"vtoken": {**settings, "record_trace": str(trace), "metrics": False}},
         dtype=setting.dtype,
         block_size=_BLOCK_SIZE,
         num_gpu_blocks_override=_NUM_BLOCKS,

@@ -67,12 +67,13 @@ class Recorder(SchedulerPart, WorkerPart):
     def _read(self, req_id: ReqId, num_dead: int) -> tuple[bytes, Seen]:
         """The bytes of the tokens that are new, and everything that the kernels would read of this request.
 
-        ``num_dead``: tokens that the step took as dead.
+        ``num_dead``: tokens that the step's lengths left out.
         """
         ledger, side = self._scheduler.vtoken.ledger, self._runner.vtoken
         size, num_computed = ledger.spec.block_size, self._scheduler.requests[req_id].num_computed_tokens
         block_ids = self._block_row(self._runner, req_id)
-        slots = [block_ids[index // size] * size + index % size for index in range(num_computed - num_dead)]
+        columns = ledger.columns(req_id) or range(num_computed - num_dead)
+        slots = [block_ids[index // size] * size + index % size for index in columns]
         tokens = dict(zip(ledger.packed_positions(req_id), _token_bytes(side.mover.read(slots)), strict=True))
         first, self._computed[req_id] = self._computed[req_id], num_computed
         new = b"".join(tokens[position] for position in range(first, num_computed))

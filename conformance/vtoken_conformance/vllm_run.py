@@ -17,12 +17,14 @@ class Setting:
         head_size: elements of one head.
         is_shared: prefix caching is on, and the requests begin alike, so that they hold blocks together.
         runner: vLLM's model runner, 1 or 2; on the CPU, 2 needs Triton's interpreter.
+        is_lazy: deaths only mark, and blocks come back by evacuation; else the layout is always packed.
     """
 
     dtype: DType
     head_size: int = 32
     is_shared: bool = False
     runner: int = 1
+    is_lazy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class VllmRun:
-    """A whole run, and the victims of its policies.
+    """A whole run of ``setting``, and the victims of its policies.
 
     ``num_shared``: blocks with more than one holder, summed over the steps.
     """
 
+    setting: Setting
     spec: KVSpec
     passes: tuple[Pass, ...]
     trace: VictimTrace

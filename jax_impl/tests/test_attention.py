@@ -60,14 +60,16 @@ def check(spec, rng, slots, positions, query_positions, dead=()):
     return got
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "query_heads", "kv_heads"),
+    [("float32", 4, 4), ("float16", 4, 2), ("bfloat16", 6, 2), ("float32", 6, 2), ("bfloat16", 4, 1)],
+)
 def test_every_query_head_reads_the_kv_head_of_its_group(make_spec, rng, dtype, query_heads, kv_heads):
     spec = make_spec(dtype=dtype, num_query_heads=query_heads, num_kv_heads=kv_heads)
     check(spec, rng, [8, 9, 10, 11, 40, 41], [0, 1, 2, 3, 4, 5], [5])
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64, 128])
+@pytest.mark.parametrize("block_size", [1, 33, 128])
 def test_dead_slots_never_leak_even_when_they_hold_nan(make_spec, rng, block_size):
     spec = make_spec(block_size=block_size, num_blocks=-(-300 // block_size))
     slots = rng.permutation(np.arange(block_size, 2 * block_size + 100))[:90].tolist()

@@ -1,10 +1,11 @@
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vtoken.executor import KVSpec
-from vtoken_jax.compaction import move_tokens
+from vtoken_jax.compaction import move_in_passes, move_pieces, move_tokens
 from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
 
 NUM_SLOTS = 32
@@ -56,3 +57,33 @@ def test_bits_and_positions_move_together_and_all_at_once(dtype, pairs):
 @given(st.permutations(range(NUM_SLOTS)), st.integers(0, PADDED))
 def test_disjoint_moves_are_right_for_any_choice_of_slots(slots, count):
     check("bfloat16", list(zip(slots[:count], slots[PADDED : PADDED + count], strict=True)))
+
+
+def test_moves_in_passes_are_those_of_one_call_whatever_lies_behind_the_last_pass():
+    src, dst = np.arange(12, dtype=np.int32), np.arange(31, 19, -1, dtype=np.int32)
+    expected = move_tokens(filled("bfloat16")[0], src, dst)
+    src, dst = np.append(src, [0, 0, 0]), np.append(dst, [NUM_SLOTS] * 3)
+    behind = np.arange(15, dtype=np.int32)
+    src, dst = (np.append(slots, behind).reshape(-1, 5).astype(np.int32) for slots in (src, dst))
+
+    moved = move_in_passes(filled("bfloat16")[0], src, dst, 3)
+
+    assert jax.tree.all(jax.tree.map(np.array_equal, moved, expected))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(("num_kv_heads", "head_size"), [(2, 8), (3, 64), (64, 512)])
+def test_pieces_cover_all_moves_in_few_shapes(platform, num_kv_heads, head_size):
+    spec = KVSpec(
+        num_layers=4, num_kv_heads=num_kv_heads, num_query_heads=num_kv_heads, head_size=head_size, dtype="float32",
+        block_size=4, num_blocks=8,
+    )  # fmt: skip
+    shapes = set()
+    for count in (0, 1, 15, 16, 17, 300, 4096, 4097, 9000):
+        pieces = list(move_pieces(count, spec, platform))
+        assert [at for piece, _, _ in pieces for at in range(count)[piece]] == list(range(count))
+        assert all(piece.stop - piece.start <= passes * size for piece, passes, size in pieces)
+        assert platform != "cpu" or len(pieces) == -(-count // 4096)
+        shapes |= {(passes, size) for _, passes, size in pieces}
+    assert len(shapes) <= (2 if platform == "cpu" else 3)
+    assert platform == "cpu" or {passes for passes, _ in shapes} == {1}

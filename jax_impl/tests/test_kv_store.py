@@ -32,8 +32,7 @@ def drive(store, kv, lengths=(1, 5, 17, 30)):
         store.read_free()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("block_size", [1, 16, 64, 128])
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 1), ("bfloat16", 16), ("float16", 64), ("float32", 128)])
 def test_tokens_come_back_bit_by_bit_after_writes_and_moves(make_spec, any_bits, dtype, block_size):
     spec = make_spec(dtype=dtype, block_size=block_size, num_blocks=2 + 300 // block_size)
     store, kv = JaxKVStore(spec), any_bits(spec, 70)

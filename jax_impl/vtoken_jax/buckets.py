@@ -1,4 +1,4 @@
-"""Few shapes for many lengths: every length is cut into pieces of a few fixed sizes, so that little is compiled.
+"""Few shapes for many lengths, so that little is compiled: a length is padded to a size, or cut into pieces of a few.
 
 A piece is padded to its size. The sizes lie a factor of 16 apart and a piece is padded at most fourfold, except in the
 smallest size, which costs no more than a call does.
@@ -10,7 +10,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["INDEX_SIZES", "chunks", "pad", "token_sizes"]
+from vtoken.types import cdiv
+
+__all__ = ["INDEX_SIZES", "bucket", "chunks", "pad", "token_sizes", "width_bucket"]
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -21,6 +23,26 @@ _RATIO = 16
 _MAX_PADDING = 4
 _SMALL_BYTES = 1 << 14
 _LARGE_BYTES = 1 << 24
+_MIN_WIDTH = 256
+
+
+def bucket(count: int, least: int = 1) -> int:
+    """The size that ``count`` is padded to: ``least`` times a power of two."""
+    size = least
+    while size < count:
+        size *= 2
+    return size
+
+
+def width_bucket(num_slots: int, an_octave: int) -> int:
+    """The slots that attention reads: above 256, ``an_octave`` sizes lie evenly between one power of two and the next.
+
+    At most one part in ``an_octave`` is added.
+    """
+    if num_slots <= _MIN_WIDTH:
+        return _MIN_WIDTH
+    step = bucket(num_slots, _MIN_WIDTH) // 2 // an_octave
+    return cdiv(num_slots, step) * step
 
 
 def token_sizes(token_bytes: int) -> tuple[int, ...]:

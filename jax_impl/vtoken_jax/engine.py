@@ -44,8 +44,8 @@ class JaxEngine(Frontend):
         if not isinstance(model, JaxRunner):
             tokenizer = _folder_tokenizer(Path(model)) if tokenizer is None else tokenizer
             model = JaxRunner.from_folder(Path(model), dtype)
-        make_spec = partial(model.config.kv_spec, dtype=model.dtype)
-        super().__init__(model, make_spec, model.config.max_positions, progress_bar, tokenizer, **settings)
+        config, make_spec = model.config, partial(model.config.kv_spec, dtype=model.dtype)
+        super().__init__(model, make_spec, config.max_positions, progress_bar, tokenizer, config.vocab_size, **settings)
         model.limit_positions(self.max_model_len)
 
     def resume(self) -> list[Output]:
@@ -66,8 +66,8 @@ class JaxEngine(Frontend):
         """Goes on where a snapshot was taken; what runs here is dropped.
 
         Raises:
-            SpecError: it is torn, of another format, or of an engine with another model, pool or configuration; this
-                engine goes on as it was.
+            SpecError: it is torn, of another format, or of an engine with another model, other weights, another pool
+                or configuration; this engine goes on as it was.
         """
         load_snapshot(Path(folder), self)
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from vtoken.executor import Attention, Buffer, KVSpec, RequestObservation
 from vtoken.fingerprint import SALTS
-from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, SlotId
+from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, SlotId, cdiv
 from vtoken_jax import device_tables, fingerprint
 from vtoken_jax.attention import attend_row
 from vtoken_jax.buckets import INDEX_SIZES, chunks, pad, token_sizes
-from vtoken_jax.compaction import move_tokens
+from vtoken_jax.compaction import move_in_passes, move_pieces, move_tokens
 from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
 
 __all__ = ["JaxKVStore"]
@@ -47,6 +47,8 @@ class JaxKVStore:
         )
         self._sizes = token_sizes(spec.token_bytes)
         self._words_per_block = device_tables.words_per_block(spec.block_size)
+        (device,) = self.cache.positions.devices()
+        self._platform = device.platform
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -64,10 +66,17 @@ class JaxKVStore:
             )
 
     def move(self, moves: Sequence[Move]) -> None:
-        slot_pairs = np.asarray(moves, np.int32).reshape(len(moves), 3)
-        for piece, size in chunks(len(moves), self._sizes):
-            sources, destinations = slot_pairs[piece, 1], slot_pairs[piece, 2]
-            self.cache = move_tokens(self.cache, pad(sources, size, 0), pad(destinations, size, self.spec.num_slots))
+        if not moves:
+            return
+        _, sources, destinations = (np.array(column, np.int32) for column in zip(*moves, strict=True))
+        for piece, num_passes, size in move_pieces(len(moves), self.spec, self._platform):
+            src = pad(sources[piece], num_passes * size, 0)
+            dst = pad(destinations[piece], num_passes * size, self.spec.num_slots)
+            if num_passes == 1:
+                self.cache = move_tokens(self.cache, src, dst)
+            else:
+                needed = cdiv(piece.stop - piece.start, size)
+                self.cache = move_in_passes(self.cache, src.reshape(-1, size), dst.reshape(-1, size), needed)
 
     def set_row(self, row: int, block_ids: Sequence[BlockId], live_words: Sequence[int]) -> None:
         width = self.spec.num_blocks - 1

@@ -15,7 +15,7 @@ from vtoken.policies.base import MassNeed
 from vtoken.policies.ranking import Choice
 from vtoken.serving.protocol import StepRow
 from vtoken.types import BlockId, Position, cdiv
-from vtoken_jax.buckets import pad
+from vtoken_jax.buckets import bucket, pad, width_bucket
 from vtoken_jax.kernels.decode import Implementation
 from vtoken_jax.kv_store import JaxKVStore
 from vtoken_jax.mass import clear_row, make_masses, read_masses
@@ -25,26 +25,13 @@ from vtoken_jax.model.load import load_weights
 from vtoken_jax.ranking import listed_mask, live_mask, lowest
 from vtoken_jax.sampling import make_draws
 
-__all__ = ["JaxRunner", "bucket"]
+__all__ = ["JaxRunner"]
 
 _MIN_CHUNK = 16
 _MIN_DECODES_BESIDE_CHUNKS = 4
-_MIN_WIDTH = 256
 _MIN_SCORES = 256
-
-
-def bucket(count: int, least: int = 1) -> int:
-    """The size that ``count`` is padded to: ``least`` times a power of two."""
-    size = least
-    while size < count:
-        size *= 2
-    return size
-
-
-def _width_bucket(num_slots: int) -> int:
-    """The same for the slots that attention reads, where padding costs most: there are steps halfway between."""
-    size = bucket(num_slots, _MIN_WIDTH)
-    return size * 3 // 4 if size > _MIN_WIDTH and num_slots <= size * 3 // 4 else size
+_DECODE_WIDTHS, _CHUNK_WIDTHS = 4, 2
+"""Widths an octave: padding costs a decode step more than a chunk, whose shapes are many and take longer to compile."""
 
 
 class RowStore(JaxKVStore):
@@ -88,7 +75,7 @@ class JaxRunner:
     def from_folder(cls, folder: Path, dtype: DType, implementation: Implementation = "auto") -> "JaxRunner":
         """Loads a Hugging Face folder. Raises SpecError, as ``ModelConfig`` and ``load_weights`` do."""
         config = ModelConfig.from_folder(folder)
-        _, state = load_weights(folder, config, dtype)
+        _, state = load_weights(folder, config, dtype, in_tiles=jax.default_backend() == "cpu")
         return cls(config, dtype, tuple(jax.tree.leaves(state)), implementation)
 
     def make_store(self, spec: KVSpec) -> RowStore:
@@ -113,6 +100,7 @@ class JaxRunner:
 
     def step(self, rows: Sequence[StepRow]) -> list[int]:
         segments, order = self._pack(rows)
+        has_chunks = any(len(row.token_ids) > 1 for row in rows)
         asked = [None if at is None or rows[at].sampling is None else rows[at] for at in order]
         draws, max_top_k = make_draws([row and (row.sampling, row.num_sampled) for row in asked])  # type: ignore[misc]
         spec = self.store.spec
@@ -126,7 +114,7 @@ class JaxRunner:
             config=self.config,
             dtype=self.dtype,
             need=self.need and replace(self.need, rows=False),  # how rows are read is no matter of the step
-            num_blocks=self._width([row.row for row in rows]),
+            num_blocks=self._width([row.row for row in rows], _CHUNK_WIDTHS if has_chunks else _DECODE_WIDTHS),
             block_size=spec.block_size,
             max_top_k=max_top_k,
             implementation=self.implementation,
@@ -177,7 +165,7 @@ class JaxRunner:
     def _candidates(self, row: int, positions: Sequence[Position] | None, num_positions: int) -> jax.Array:
         """``[num_positions]`` bool."""
         if positions is None:
-            spec, num_blocks = self.store.spec, self._width([row])
+            spec, num_blocks = self.store.spec, self._width([row], _CHUNK_WIDTHS)
             shape = {"block_size": spec.block_size, "num_blocks": num_blocks, "num_positions": num_positions}
             mask: jax.Array = live_mask(self.store.tables, self.store.cache.positions, row, **shape)
             return mask
@@ -227,8 +215,8 @@ class JaxRunner:
         arrays: Any = (token_ids, positions, slots, table_rows, counts)  # jit takes NumPy's as they are
         return Segment(*arrays)
 
-    def _width(self, rows: Sequence[int]) -> int:
+    def _width(self, rows: Sequence[int], widths_an_octave: int) -> int:
         """Blocks of each row that a call looks at."""
         size = self.store.spec.block_size
         most = max(self.store.num_blocks[row] for row in rows)
-        return min(self.store.spec.num_blocks - 1, cdiv(_width_bucket(most * size), size))
+        return min(self.store.spec.num_blocks - 1, cdiv(width_bucket(most * size, widths_an_octave), size))

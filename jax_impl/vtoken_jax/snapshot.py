@@ -2,7 +2,7 @@
 
 A draw of a request depends on its seed and on how many it has drawn, so that nothing else is needed of randomness. What
 is written is complete: an engine of the same model, pool and configuration goes on with the same tokens, victims and
-fingerprints. Weights are not in it.
+fingerprints. Weights are not in it, only a sum of their bits, by which others are told apart.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from vtoken.block_pool import BlockPool
 from vtoken.errors import SpecError
@@ -22,7 +23,7 @@ from vtoken.trace import TraceEvent, VictimTrace
 from vtoken.victims import PolicyVictims, TraceVictims
 from vtoken_jax import checkpoint
 from vtoken_jax.device_tables import Tables
-from vtoken_jax.kv_cache import KVCache
+from vtoken_jax.kv_cache import KVCache, storage_dtype
 from vtoken_jax.plain_data import decode, encode
 from vtoken_jax.runner import JaxRunner
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "load_snapshot", "save_snapshot"]
 
-FORMAT = "vtoken-jax/snapshot/1"
+FORMAT = "vtoken-jax/snapshot/2"
 
 _PLAIN = (BlockPool, Counters, Request, RequestTable, Running, SamplingParams, TraceEvent, VictimTrace)
 
@@ -52,8 +53,8 @@ def load_snapshot(folder: Path, engine: "JaxEngine") -> None:
     """Goes on where a snapshot was taken.
 
     Raises:
-        SpecError: no snapshot, a torn one, one of another format, or of another model, pool or configuration; nothing
-            is changed.
+        SpecError: no snapshot, a torn one, one of another format, or of another model, pool or configuration, or of
+            other weights; nothing is changed.
     """
     meta = checkpoint.load_meta(folder, FORMAT)
     for name, ours in _facts(engine).items():
@@ -83,6 +84,7 @@ def _facts(engine: "JaxEngine") -> dict[str, str]:
     loop, runner = engine.loop, engine.runner
     return {
         "model": repr(runner.config),
+        "set of weights": f"bit sum {int(_bit_sum(runner.weights)):#010x}",
         "pool": repr(runner.store.spec),
         "config": repr(loop.config),
         "mass": repr(runner.need),
@@ -92,6 +94,19 @@ def _facts(engine: "JaxEngine") -> dict[str, str]:
         "prefix_caching": repr(loop.batch.share_prefixes),
         "victims": type(loop.scheduler.victims).__name__,
     }
+
+
+@jax.jit
+def _bit_sum(weights: tuple[jax.Array, ...]) -> jax.Array:
+    """A uint32 of all bits, wrapping; the order of the arrays counts, that of the elements in each does not.
+
+    Thus weights in tiles have the sum of those that are not.
+    """
+    total: jax.Array = jnp.uint32(0)
+    for weight in weights:
+        bits = jax.lax.bitcast_convert_type(weight, storage_dtype(weight.dtype.itemsize))
+        total = total * jnp.uint32(31) + jnp.sum(bits, dtype=jnp.uint32)
+    return total
 
 
 def _host_parts(engine: "JaxEngine") -> Iterator[tuple[str, object, tuple[str, ...]]]:

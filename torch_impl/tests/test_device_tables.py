@@ -27,8 +27,13 @@ def test_a_row_reads_back_as_it_was_written(make_spec, device, block_size, data)
     words = [data.draw(st.integers(0, (1 << block_size) - 1)) for _ in block_ids]
     tables.set_row(2, block_ids, words)
     assert tables.read_row(2) == (tuple(block_ids), tuple(words))
-    assert tables.live_slots(2).tolist() == expected_slots(block_ids, words, block_size)
+    expected = expected_slots(block_ids, words, block_size)
+    assert tables.live_slots(2).tolist() == expected
     assert tables.read_row(1) == ((), ())
+    tables.set_row(0, [3], [1])
+    slots, counts = tables.find_live([2, 1, 0])
+    assert (slots.tolist(), counts) == ([*expected, 3 * block_size], [len(expected), 0, 1])
+    assert tables.most_blocks([1, 2]) == len(block_ids)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

@@ -19,6 +19,7 @@ from torch import Tensor
 from vtoken.errors import SpecError
 from vtoken.executor import KVSpec
 from vtoken.types import NULL_BLOCK_ID, BlockId, cdiv
+from vtoken_torch.upload import upload
 
 __all__ = ["DeviceTables"]
 
@@ -129,10 +130,8 @@ class DeviceTables:
         if not self._staged:
             return
         places = np.concatenate(self._staged)
-        pairs = torch.from_numpy(np.stack([places, self._host[places].view(np.int32).astype(np.int64)]))
-        if self.device.type == "cuda":
-            pairs = pairs.pin_memory()  # PyTorch's allocator keeps it until the copy has been made
-        places_there, words = pairs.to(self.device, non_blocking=True)
+        pairs = np.stack([places, self._host[places].view(np.int32).astype(np.int64)])
+        places_there, words = upload(pairs, self.device)
         self.state.index_copy_(0, places_there, words.to(torch.int32))
         self.num_uploads += 1
         self.num_rows_rebuilt += len(self._rebuilt)
@@ -186,6 +185,23 @@ class DeviceTables:
     def read_free(self) -> frozenset[BlockId]:
         """Blocks flagged free."""
         return frozenset(self.free.nonzero().flatten().tolist())
+
+    # -- reading the host's copy: nothing waits for the device -------------------------------------------------------
+
+    def most_blocks(self, rows: Sequence[int]) -> int:
+        """Blocks of the row that has most of them."""
+        return int(self._host[self._first[1] + np.asarray(rows)].max())
+
+    def find_live(self, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Live slots of several rows on the device, ``[total]`` int64, row after row in physical order, and how many
+        each has."""
+        num_rows, width = len(self._num_blocks), self.most_blocks(rows)
+        table = self._host[: self._first[1]].reshape(num_rows, -1)[rows, :width]
+        words = self._host[self._first[2] : self._first[3]].reshape(num_rows, self._max_blocks, -1)[rows, :width]
+        bits = np.unpackbits(words.astype("<u4", copy=False).view(np.uint8), axis=2, bitorder="little")
+        live = bits[..., : self._block_size].view(np.bool_)  # [rows, blocks, block_size]
+        slots = table[..., None].astype(np.int64) * self._block_size + np.arange(self._block_size)
+        return upload(slots[live], self.device), live.sum((1, 2)).tolist()
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from vtoken_torch.copy_engine import CopyEngine, make_copy_engine
 from vtoken_torch.device_tables import DeviceTables
 from vtoken_torch.fingerprint import fingerprint_slots
 from vtoken_torch.kv_cache import KVCache
+from vtoken_torch.upload import upload
 
 __all__ = ["TorchKVStore"]
 
@@ -98,7 +99,7 @@ class TorchKVStore:
     # -- to the device -----------------------------------------------------------------------------------------------
 
     def _index(self, slots: Sequence[SlotId]) -> torch.Tensor:
-        return torch.tensor(slots, dtype=torch.int64, device=self.cache.device)
+        return upload(slots, self.cache.device)
 
     def _int32(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.cache.device)

@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,17 +28,20 @@ turn. Each shape is checked first: fingerprints, attention within SPEC A-4, gree
 shape that fails is not timed.
 
   ratio      JAX's time over PyTorch's, round by round: median, and range
+  wall ms    how long one waited for JAX / for PyTorch
   bound by   what the work cannot do without, timed in the same rounds, as a share of JAX's / of PyTorch's time:
-             memcpy: one copy of the bytes that must be touched; matmul: the model's linear layers by PyTorch alone.
-             hf: microseconds of a step of transformers, eager attention
+             memcpy: one copy of the bytes that must be touched; matmul: the model's linear layers by PyTorch alone
+  hf/jax     time of a step of transformers, eager attention, over the executor's, and at the end in microseconds;
+  rows/jax   the same of NumPy's copy of the moves' own rows, one array after the other
 
-Times on the CPU are processor time of all threads, PyTorch on one; on CUDA they are wall time.
+Times and ratios on the CPU are of processor time of all threads, PyTorch on one; on CUDA of wall time.
 """
 _DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 _DEFAULT_PROGRAMS = ((1, 512, "f32"), (8, 512, "f32"), (32, 512, "f32"), (8, 4096, "f32"), (8, 512, "bf16"))
 _DEFAULT_DECODES = ((1, 512), (8, 512))
 _MOST_DECODED = 32_768  # prompt tokens together; more would take many minutes and 20 GB on a CPU: --batch asks for it
 _BATCHES, _LIVE = (1, 8, 32), (512, 4096)
+_MOVES, _MOVE_BLOCKS = (16, 256, 1024), 513
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +49,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, nargs="+", metavar="N", help="instead of the default shapes")
     parser.add_argument("--live", type=positive, nargs="+", metavar="N", help="tokens of each request, likewise")
     parser.add_argument("--dtype", choices=_DTYPES, nargs="+", help="of KV, likewise; decode is f32")
-    parser.add_argument("--only", choices=("programs", "decode"), help="half of the suite")
+    parser.add_argument("--only", choices=("programs", "moves", "decode"), help="a part of the suite")
     parser.add_argument("--repeats", type=positive, default=9, metavar="N", help="timed rounds (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="that decodes (SmolLM2-135M)")
@@ -89,7 +93,8 @@ def _shapes(arguments: argparse.Namespace) -> tuple[list[tuple[int, int, str]], 
         shapes = [(batch, live) for live in lives for batch in batches]
         programs = [(*shape, dtype) for dtype in dtypes for shape in shapes]
         decodes = [(batch, live) for batch, live in shapes if batch * live <= _MOST_DECODED or arguments.batch]
-    return [] if arguments.only == "decode" else programs, [] if arguments.only == "programs" else decodes
+    chosen = arguments.only
+    return programs if chosen in (None, "programs") else [], decodes if chosen in (None, "decode") else []
 
 
 def _measured(arguments: argparse.Namespace) -> "tuple[list[Comparison], list[str]]":
@@ -97,17 +102,21 @@ def _measured(arguments: argparse.Namespace) -> "tuple[list[Comparison], list[st
     from vtoken_conformance.progress import progress_bar
 
     programs, decodes = _shapes(arguments)
+    moves = list(arguments.dtype or _DTYPES) if arguments.only in (None, "moves") else []
     clock = device_clock(arguments.device)
     rows: list[Comparison] = []
     refused: list[str] = []
     with progress_bar() as progress:
-        task = progress.add_task("starting", total=(len(programs) + len(decodes)) * (arguments.repeats + 1))
+        task = progress.add_task(
+            "starting", total=(len(programs) + len(moves) + len(decodes)) * (arguments.repeats + 1)
+        )
         advance = partial(progress.advance, task)
         models = _Models(arguments) if decodes else None
         todo: list[tuple[str, Callable[[], Sequence[Comparison]]]] = []
         for batch, live, dtype in programs:
             work = partial(_program, arguments, batch, live, dtype, clock, advance)
             todo.append((f"programs, batch {batch}, live {live}, {dtype}", work))
+        todo += [(f"moves, {dtype}", partial(_moves, arguments, dtype, clock, advance)) for dtype in moves]
         if models is not None:
             todo += [
                 (f"decode, batch {batch}, live {live}, f32", partial(models.compare, batch, live, clock, advance))
@@ -133,6 +142,18 @@ def _program(
     return compare_program(
         _jax_side(), _torch_side(arguments.device), program, clock, copy, arguments.repeats, params, advance
     )
+
+
+def _moves(arguments: argparse.Namespace, dtype: str, clock: Any, advance: Any) -> "Sequence[Comparison]":
+    from vtoken_bench.executors.moves import compare_moves
+    from vtoken_bench.executors.program import make_spec
+
+    spec = replace(make_spec(_DTYPES[dtype], 1, 1), num_layers=30, num_blocks=_MOVE_BLOCKS)
+    device = arguments.device
+    return compare_moves(
+        _jax_side(), _torch_side(device), spec, _MOVES, clock, partial(_memcpy, device), arguments.repeats,
+        {"layers": spec.num_layers, "dtype": dtype}, device == "cpu", advance,
+    )  # fmt: skip
 
 
 def _jax_side() -> "Side":

@@ -30,10 +30,12 @@ that a hook calls is not counted (gross_us). Where a hook answers in place of vL
 in plain vLLM, in the same run, is taken off (replaced_us); the rest is added_us, and judged. All requests decode in
 one process. Cases:
 
-  none      no policy: the hooks alone
-  pressure  a policy that evicts under pressure, with ample memory
-  always    a policy with a fixed budget: every request writes over an evicted token in every step
-  mass      h2o, whose attention mass is collected in every step; a row of its own, not judged
+  none        no policy: the hooks alone
+  pressure    a policy that evicts under pressure, with ample memory
+  always      a policy with a fixed budget: every request writes over an evicted token in every step
+  verify      the same, every invariant checked online; not judged
+  mass        h2o, whose attention mass is collected in every step; a row of its own, not judged
+  score pass  h2o, which sees one query in eight; not judged
 
 Beside it plain vLLM, plain vLLM again, and the first two cases run in turn: processor time of a step, by ratio.
 """
@@ -106,8 +108,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _num_steps(load: "Load") -> int:
-    """Of all rounds: four engines side by side, plain vLLM and four cases under clocks."""
-    return (8 * (load.num_rounds + 1) + 1) * load.num_steps
+    """Of all rounds: four engines side by side, plain vLLM and six cases under clocks."""
+    return (10 * (load.num_rounds + 1) + 1) * load.num_steps
 
 
 def _measured(
@@ -116,7 +118,7 @@ def _measured(
     """Ratios by name, figures by case, and why attention mass is not among them."""
     from vtoken_bench.overhead import STOCK, Decoding, cases, clocked_rounds, cpu_ratios, own_ns
 
-    none, pressure, always, mass = cases(load)
+    none, pressure, always, verify, mass, score_pass = cases(load)
     engines: list[Decoding] = []
     clocked: list[Clocked] = []
     try:
@@ -134,7 +136,7 @@ def _measured(
         for engine in engines:
             engine.close()
     refusal = _refusal(mass)
-    for case in (always,) if refusal else (always, mass):
+    for case in (always, verify) if refusal else (always, verify, mass, score_pass):
         announce(f"clocks: {case.name}")
         alone = Decoding(folder, case, load)
         try:
@@ -166,6 +168,7 @@ def _clocked_rows(clocked: "Sequence[Clocked]") -> "list[Row]":
             Row("gross_us", "us", Spread.of(each.gross_us), params=params),
             Row("replaced_us", "us", Spread.of(each.replaced_us), params=params),
             Row("overhead_percent", "%", Spread.of(each.percent), percent, params),
+            Row("gross_percent", "%", Spread.of(each.gross_percent), params=params),
             Row("step_us", "us", Spread.of(each.step_us), params=params),
         ]
     return rows
@@ -185,6 +188,7 @@ def _summary(clocked: "Sequence[Clocked]", ratios: dict[str, Spread]) -> dict[st
     return {
         "overhead_percent": percent,
         "overhead_percent_bound": PERCENT_BOUND,
+        "gross_percent": max(Spread.of(each.gross_percent).median for each in judged),
         "added_us_per_step": added,
         "added_us_per_step_bound": ADDED_BOUND_US,
         "gross_us_per_step": max(Spread.of(each.gross_us).median for each in judged),
@@ -202,9 +206,10 @@ def _verdict(summary: dict[str, Any]) -> list[str]:
     colour = "green" if summary["within"] else "red"
     added, percent = summary["added_us_per_step"], summary["overhead_percent"]
     low, high = summary["aa_spread"]
+    gross, gross_percent = summary["gross_us_per_step"], summary["gross_percent"]
     lines = [
         f"the worst judged case adds [{colour}]{added:.0f} us, {percent:.2f} %[/{colour}] to a step",
-        f"time in the hooks: {summary['gross_us_per_step']:.0f} us at most, less vLLM's own work that they spare",
+        f"time in the hooks: {gross:.0f} us, {gross_percent:.2f} % at most, less vLLM's own work that they spare",
         f"stock again over stock is {summary['aa_ratio']:.3f} ({low:.3f} to {high:.3f}): a ratio within says nothing",
     ]
     if summary["mass"] != "measured":

@@ -1,6 +1,8 @@
 """``vtoken bench soak``: a server under thousands of requests; leaks, preemptions, memory, beside stock vLLM."""
 
 import argparse
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +102,24 @@ def _soaked(soak: "Soak", settings: dict[str, Any], with_stock: bool) -> "tuple[
         servers = [("vtoken", settings), *([("stock vLLM", None)] if with_stock else [])]
         results = []
         for name, vtoken in servers:
-            task = progress.add_task(name, total=soak.num_requests)
-            results.append(run_soak(soak, vtoken, lambda task=task: progress.advance(task)))  # type: ignore[misc]
+            if progress.disable:
+                tick = partial(next, _lines(name, soak.num_requests))
+            else:
+                tick = partial(progress.advance, progress.add_task(name, total=soak.num_requests))
+            results.append(run_soak(soak, vtoken, tick))
     return results[0], results[1] if with_stock else None
+
+
+def _lines(name: str, total: int) -> Iterator[None]:
+    """Where no bar can be drawn, as in a pipe: a line on stderr for each tenth of a server's requests."""
+    import sys
+    import time
+
+    start = time.monotonic()
+    for done in range(1, total + 1):
+        if done * 10 // total > (done - 1) * 10 // total:
+            print(f"{name}: {done} of {total} requests, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        yield
 
 
 command = Command(

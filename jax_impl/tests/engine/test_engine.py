@@ -1,10 +1,14 @@
+import copy
 import random
+from io import StringIO
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from vtoken.errors import SpecError
+from vtoken.policies import RankedPolicy, get_policy
 from vtoken.serving.protocol import SamplingParams
 from vtoken_jax.engine import JaxEngine
 
@@ -14,6 +18,10 @@ SAMPLING = SamplingParams(max_tokens=20)
 POLICIES = ["streaming_llm", "sliding_window", "random", "h2o", "tova", "snapkv", "scissorhands", "paged_eviction"]
 
 
+def mass_stays(row, positions):
+    raise AssertionError(f"the mass of {len(positions)} tokens came to the host")
+
+
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_are_those_of_a_dense_forward_that_hides_the_victims(
@@ -21,6 +29,8 @@ def test_tokens_are_those_of_a_dense_forward_that_hides_the_victims(
 ):
     engine = make_engine(**evicting(policy, mode=mode, low_watermark=1.0, cooldown_steps=1))
     oracle = make_oracle(engine, PROMPTS)
+    if isinstance(get_policy(policy), RankedPolicy):
+        engine.runner.scores = mass_stays
 
     outputs = engine.generate(PROMPTS, SAMPLING, progress=False)
 
@@ -30,6 +40,18 @@ def test_tokens_are_those_of_a_dense_forward_that_hides_the_victims(
     assert (counters.num_recycled_tokens > 0) == (mode == "eager")
     assert counters.num_moved_tokens > 0 or policy == "paged_eviction"  # whole pages leave no holes
     assert oracle.check(hf_models("llama")[0], outputs) == 60
+
+
+def test_bfloat16_rounds_and_does_nothing_else(hf_models, make_engine, make_oracle, evicting):
+    engine = make_engine(**evicting("h2o"), dtype="bfloat16")
+    oracle = make_oracle(engine, PROMPTS)
+    assert {str(weight.dtype) for weight in engine.runner.weights} == {"bfloat16"}
+
+    outputs = engine.generate(PROMPTS, SAMPLING, progress=False)
+
+    rounded = copy.deepcopy(hf_models("llama")[0]).bfloat16().float()
+    assert engine.counters.num_evicted_tokens > 60
+    assert oracle.check(rounded, outputs, tolerance=2**-5) == 60  # one part in 2^7 of logits up to 4
 
 
 def test_freed_and_dead_slots_may_hold_anything(hf_models, make_engine, make_oracle, evicting):
@@ -118,14 +140,26 @@ def test_a_stream_gives_the_same_tokens_and_may_be_closed(make_engine):
     assert engine.loop.pool.pool.num_held == 0
 
 
-def test_a_steady_state_compiles_nothing(make_engine, evicting, num_compiles):
-    def run():
-        make_engine(**evicting("h2o")).generate(PROMPTS, SAMPLING, progress=False)
+def test_other_tokens_of_other_lengths_compile_nothing_in_the_same_buckets(make_engine, evicting, num_compiles):
+    def run(prompts):
+        outputs = make_engine(**evicting("h2o")).generate(prompts, SAMPLING, progress=False)
+        return [each.token_ids for each in outputs]
 
-    run()
-    before = num_compiles()
-    run()
+    first, before = run(PROMPTS), num_compiles()
+    second = run([[95 - token for token in prompt[2:]] for prompt in PROMPTS])
     assert num_compiles() == before
+    assert all(one != other for one, other in zip(first, second, strict=True))
+
+
+def test_progress_is_shown_to_the_end_when_it_is_wanted(make_engine, monkeypatch):
+    shown = StringIO()
+    monkeypatch.setattr("vtoken_jax.engine.Console", lambda **_: Console(file=shown, force_terminal=True, width=100))
+    engine = make_engine(policy="none")
+    engine.generate(PROMPTS[:2], SAMPLING, progress=False)
+    assert shown.getvalue() == ""
+    engine.generate(PROMPTS[:2], SAMPLING)
+    assert "2/2 requests" in shown.getvalue()
+    assert "40/40" in shown.getvalue()
 
 
 def test_mistakes_are_refused_with_a_remedy(hf_models, make_engine):
@@ -135,5 +169,7 @@ def test_mistakes_are_refused_with_a_remedy(hf_models, make_engine):
         make_engine(max_model_len=513)
     with pytest.raises(SpecError, match="a text prompt needs a tokenizer"):
         make_engine(policy="none").generate("text")
+    with pytest.raises(SpecError, match="vocab_size=96"):
+        make_engine(policy="none").generate([[3, 96]], progress=False)
     with pytest.raises(SpecError, match=r"no config\.json"):
         JaxEngine("/nowhere")

@@ -3,13 +3,17 @@ import random
 import shutil
 import zlib
 
+import jax
 import pytest
 
 from vtoken.errors import SpecError
 from vtoken.serving.protocol import SamplingParams
+from vtoken_jax.model.load import load_weights
+from vtoken_jax.snapshot import _bit_sum
 
 rng = random.Random(5)
 PROMPTS = [[rng.randrange(96) for _ in range(count)] for count in (45, 9, 30)]
+SHARING = [PROMPTS[0], [*PROMPTS[0][:13], 4], PROMPTS[2]]
 SAMPLING = [
     SamplingParams(max_tokens=24),
     SamplingParams(max_tokens=30, temperature=0.7, seed=3),
@@ -27,9 +31,9 @@ def snapshots(tmp_path_factory):
 def running(make_engine, evicting):
     """An engine in the middle of two requests, with a third waiting, doomed tokens, and a trace."""
 
-    def make(**changes):
+    def make(prompts=PROMPTS, **changes):
         engine = make_engine(**evicting("h2o") | changes)
-        for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True):
+        for prompt, sampling in zip(prompts, SAMPLING, strict=True):
             engine.submit(prompt, sampling)
         for _ in range(9):
             engine.step()
@@ -46,21 +50,47 @@ def rest(engine):
     return [(each.index, each.token_ids, each.num_evicted) for each in engine.resume()], engine.trace.events
 
 
-def test_a_fresh_engine_goes_on_with_the_same_bytes_tokens_and_victims(running, make_engine, evicting, snapshots):
-    engine = running()
-    assert any(table.num_doomed_tokens for table in engine.loop.pool.tables.values())
-    engine.save_snapshot(snapshots / "whole")
+def check_that_a_fresh_engine_goes_on_alike(engine, fresh, folder):
+    engine.save_snapshot(folder)
     before = fingerprints(engine), engine.counters.num_evicted_tokens
     expected = rest(engine)
 
-    fresh = make_engine(**evicting("h2o"))
-    fresh.load_snapshot(snapshots / "whole")
+    fresh.load_snapshot(folder)
 
     assert (fingerprints(fresh), fresh.counters.num_evicted_tokens) == before
     assert len(before[0]) == 2
     assert rest(fresh) == expected
     assert [len(tokens) for _, tokens, _ in expected[0]] == [24, 30, 12]
     assert fresh.loop.pool.pool.num_held == 0
+
+
+def test_a_fresh_engine_goes_on_with_the_same_bytes_tokens_and_victims(running, make_engine, evicting, snapshots):
+    engine = running()
+    assert any(table.num_doomed_tokens for table in engine.loop.pool.tables.values())
+    check_that_a_fresh_engine_goes_on_alike(engine, make_engine(**evicting("h2o")), snapshots / "whole")
+
+
+def test_holes_and_shared_blocks_are_restored(running, make_engine, evicting, tmp_path):
+    changes = {"mode": "lazy", "low_watermark": 0.0, "prefix_caching": True, "protected": ((0, 12),)}
+    engine = running(SHARING, **changes)
+    first, second = engine.loop.pool.tables.values()
+    assert first.block_ids[:3] == second.block_ids[:3]
+    assert first.num_evicted_tokens > 20
+    fresh = make_engine(**evicting("h2o") | changes)
+    check_that_a_fresh_engine_goes_on_alike(engine, fresh, tmp_path / "lazy")
+    assert fresh.counters.num_moved_tokens == 0
+
+
+def test_a_replay_goes_on_where_it_was_in_its_trace(running, make_engine, evicting, tmp_path):
+    recorded = running()
+    rest(recorded)
+    engine = running(trace=recorded.trace)
+    fresh, other = (make_engine(**evicting("h2o"), trace=recorded.trace) for _ in range(2))
+    places = dict(engine.loop.scheduler.victims._next)
+    check_that_a_fresh_engine_goes_on_alike(engine, fresh, tmp_path / "replay")
+    other.load_snapshot(tmp_path / "replay")
+    assert other.loop.scheduler.victims._next == places != {}
+    assert fresh.counters.num_evicted_tokens == recorded.counters.num_evicted_tokens > 60
 
 
 def copied(snapshots, tmp_path, running):
@@ -114,7 +144,7 @@ def forged(old, new):
         (truncate_data, "is torn: arrays/.* is missing or was changed"),
         (flip_a_bit, "is torn: arrays/.* is missing or was changed"),
         (cut_off_while_written, "is torn: its list of files does not read"),
-        (forged("snapshot/1", "snapshot/0"), "has the format 'vtoken-jax/snapshot/0', not 'vtoken-jax/snapshot/1'"),
+        (forged("snapshot/2", "snapshot/1"), "has the format 'vtoken-jax/snapshot/1', not 'vtoken-jax/snapshot/2'"),
         (forged("RequestTable()", "Popen()"), r"does not read: KeyError\('Popen\(\)'\): .* another version"),
         (shutil.rmtree, "no checkpoint at"),
     ],
@@ -148,6 +178,33 @@ def test_a_snapshot_of_another_engine_names_what_differs(
     folder = copied(snapshots, tmp_path, running)
     with pytest.raises(SpecError, match=message):
         make_engine(**evicting("h2o") | changes).load_snapshot(folder)
+
+
+def one_element_more(weights):
+    return weights[0].at[(0,) * weights[0].ndim].add(1.0), *weights[1:]
+
+
+def norms_exchanged(weights):
+    one, other = [index for index, weight in enumerate(weights) if weight.shape == (32,)][:2]
+    changed = list(weights)
+    changed[one], changed[other] = changed[other], changed[one]
+    return tuple(changed)
+
+
+@pytest.mark.parametrize("change", [one_element_more, norms_exchanged])
+def test_a_snapshot_under_other_weights_is_refused(make_engine, evicting, running, snapshots, tmp_path, change):
+    folder = copied(snapshots, tmp_path, running)
+    engine = make_engine(**evicting("h2o"))
+    engine.runner.weights = change(engine.runner.weights)
+    with pytest.raises(SpecError, match=r"another set of weights: bit sum 0x.*, this engine bit sum 0x"):
+        engine.load_snapshot(folder)
+
+
+def test_weights_in_tiles_and_without_are_the_same_set(make_engine, hf_models):
+    runner, folder = make_engine().runner, hf_models("llama")[1]
+    plain = tuple(jax.tree.leaves(load_weights(folder, runner.config, "float32")[1]))
+    assert [each.shape for each in plain] != [each.shape for each in runner.weights]
+    assert _bit_sum(plain) == _bit_sum(runner.weights)
 
 
 def test_a_folder_that_exists_is_not_overwritten(running, tmp_path):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from vtoken.policies import MassNeed
 from vtoken.serving.protocol import SamplingParams
 from vtoken_jax.model.abstract import trace_step
 from vtoken_jax.model.config import ModelConfig
@@ -52,27 +53,49 @@ def test_steps_of_a_known_shape_are_not_compiled_again_not_even_by_another_engin
     hf_models, make_driver, num_compiles
 ) -> None:
     _, folder = hf_models("llama")
-    tokens = []
 
-    def run():
+    def run(prompt, count):
         driver = make_driver(JaxRunner.from_folder(folder, "float32"), num_blocks=40)
-        tokens.append(driver.greedy("a", PROMPT, 12, chunk=16))
+        return driver.greedy("a", prompt, count, chunk=16)
 
-    run()
-    before = num_compiles()
-    run()
+    first, before = run(PROMPT, 12), num_compiles()
+    second = run([*PROMPT[::-1], 5, 6, 7], 15)
     assert num_compiles() == before
-    assert tokens[0] == tokens[1]
+    assert first != second[:12]
 
 
-def test_what_is_compiled_is_told_once(hf_models, make_driver, caplog) -> None:
-    _, folder = hf_models("mistral")
+def test_each_step_that_is_compiled_is_told_once(hf_models, make_driver, num_compiles, caplog) -> None:
+    runner, before = JaxRunner.from_folder(hf_models("mistral")[1], "float32"), num_compiles("run_step")
     with caplog.at_level("INFO", "vtoken_jax"):
-        driver = make_driver(JaxRunner.from_folder(folder, "float32"), num_blocks=12, block_size=8)
+        driver = make_driver(runner, num_blocks=12, block_size=8)
         driver.greedy("a", PROMPT, 5)
+        for top_k in (3, 4):
+            driver.step(("a", [top_k]), sampling=SamplingParams(temperature=1.0, top_k=top_k))
+        driver = make_driver(runner, MassNeed(window=4, decay=0.5), num_blocks=12, block_size=8)
+        driver.greedy("a", PROMPT[:1], 2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "compiling a step: 1 x 32 tokens over 88 slots, greedy, no mass",
+        "compiling a step: 2 x 1 tokens over 88 slots, greedy, no mass",
+        "compiling a step: 2 x 1 tokens over 88 slots, drawn of the top 4, no mass",
+        "compiling a step: 2 x 1 tokens over 88 slots, greedy, mass of window 4, decay 0.5",
+    ]
+    assert num_compiles("run_step") - before == len(lines)
+
+
+def test_a_growing_request_compiles_one_step_for_each_width_and_a_second_one_none(
+    hf_models, make_driver, num_compiles, caplog
+) -> None:
+    runner, prompt = JaxRunner.from_folder(hf_models("qwen2")[1], "float32"), PROMPT * 15
+    with caplog.at_level("INFO", "vtoken_jax"):
+        driver = make_driver(runner, num_blocks=80, block_size=16)
+        driver.greedy("a", prompt, 25)
+        before = num_compiles()
+        driver.greedy("b", prompt[-7::-1], 31)
+    assert num_compiles() == before
     assert [record.getMessage() for record in caplog.records] == [
-        "compiling a step: 1 x 32 tokens over 88 slots",
-        "compiling a step: 2 x 1 tokens over 88 slots",
+        "compiling a step: 1 x 512 tokens over 384 slots, greedy, no mass",
+        *(f"compiling a step: 2 x 1 tokens over {width} slots, greedy, no mass" for width in (320, 384)),
     ]
 
 

@@ -4,6 +4,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from vtoken.errors import SpecError
 from vtoken_jax.model.config import ModelConfig
@@ -26,6 +27,14 @@ def test_weights_are_cast_and_nothing_is_left_at_its_first_value(hf_models) -> N
     leaves = jax.tree.leaves(weights(hf_models("llama")[1], "bfloat16"))
     assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16"}
     assert all(len(np.unique(np.asarray(leaf))) > 1 for leaf in leaves)
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("qwen2", True), ("llama", False)])
+def test_matrices_that_multiply_come_in_tiles_when_asked(hf_models, family, is_tied) -> None:
+    config = ModelConfig.from_folder(hf_models(family)[1])
+    state = nnx.to_flat_state(load_weights(hf_models(family)[1], config, "float32", in_tiles=True)[1])
+    flat = {path for path, leaf in state if leaf.ndim == 2}
+    assert flat == (set() if is_tied else {("embedding",)})
 
 
 @pytest.fixture
@@ -60,14 +69,24 @@ def test_a_damaged_index_is_refused(folder) -> None:
         weights(folder)
 
 
-def test_a_checkpoint_restores_every_bit_and_refuses_another_model(hf_models, tmp_path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_restores_every_bit(hf_models, tmp_path, dtype) -> None:
+    _, source = hf_models("llama")
+    config, state = ModelConfig.from_folder(source), weights(source, dtype)
+    save_checkpoint(tmp_path / "weights", config, dtype, state)
+
+    restored = load_checkpoint(tmp_path / "weights", config, dtype)[1]
+
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(restored)} == {dtype}
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored, state)))
+
+
+def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(hf_models, tmp_path) -> None:
     _, source = hf_models("llama")
     config, state = ModelConfig.from_folder(source), weights(source)
     save_checkpoint(tmp_path / "weights", config, "float32", state)
-
-    same = jax.tree.map(np.array_equal, load_checkpoint(tmp_path / "weights", config, "float32")[1], state)
-
-    assert all(jax.tree.leaves(same))
+    with pytest.raises(SpecError, match="holds another model"):
+        load_checkpoint(tmp_path / "weights", config, "bfloat16")
     other = ModelConfig.from_folder(hf_models("mistral")[1])
     with pytest.raises(SpecError, match="holds another model"):
         load_checkpoint(tmp_path / "weights", other, "float32")

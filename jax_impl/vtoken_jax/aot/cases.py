@@ -20,7 +20,7 @@ from vtoken_jax.kernels import decode_mosaic
 from vtoken_jax.kernels.decode import Implementation, paged_decode
 from vtoken_jax.kv_cache import KVCache, make_cache, storage_dtype, write_tokens
 from vtoken_jax.model.abstract import trace_step
-from vtoken_jax.model.config import ModelConfig
+from vtoken_jax.model.config import ModelConfig, RopeScaling
 
 __all__ = ["Case", "cases"]
 
@@ -169,11 +169,16 @@ def _pool_cases() -> Iterator[Case]:
 def _config(model: str) -> ModelConfig:
     heads, kv_heads, head_size = _HEADS[model]
     sizes = {"SmolLM2-135M": (576, 1536, 30, 49_152), "Llama-3.1-8B": (4096, 14_336, 32, 128_256)}
+    ropes = {
+        "SmolLM2-135M": (100_000.0, None),
+        "Llama-3.1-8B": (500_000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, original_positions=8192)),
+    }
     hidden, intermediate, layers, vocabulary = sizes[model]
+    theta, scaling = ropes[model]
     return ModelConfig(
         family="llama", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_layers=layers,
         num_query_heads=heads, num_kv_heads=kv_heads, head_size=head_size, max_positions=8192, rms_norm_eps=1e-5,
-        rope_theta=100_000.0, tied_embeddings=model == "SmolLM2-135M",
+        rope_theta=theta, rope_scaling=scaling, tied_embeddings=model == "SmolLM2-135M",
     )  # fmt: skip
 
 

@@ -90,8 +90,7 @@ def run_step(
         cache, masses.
         tokens: ``[sum of n]`` int32, after each row's last token.
     """
-    shapes = ", ".join(f"{n} x {q} tokens" for n, q in (segment.token_ids.shape for segment in segments))
-    _log.info("compiling a step: %s over %d slots", shapes, num_blocks * block_size)  # runs while it is traced
+    _log_compilation(segments, num_blocks * block_size, draws, max_top_k, need)  # runs while it is traced
     graph, state = abstract_model(config, dtype)
     model: Llama = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), weights))
     attention = _Attention(config, dtype, block_size, implementation)
@@ -120,6 +119,16 @@ def run_step(
             )  # fmt: skip
     tokens = sample(model.logits(x[_last_tokens(segments)]), draws, max_top_k)
     return KVCache(tuple(planes_k), tuple(planes_v), places), masses, tokens
+
+
+def _log_compilation(
+    segments: tuple[Segment, ...], num_slots: int, draws: Draws | None, max_top_k: int, need: MassNeed | None
+) -> None:
+    """All by which two steps of one engine are compiled apart."""
+    shapes = ", ".join(f"{n} x {q} tokens" for n, q in (segment.token_ids.shape for segment in segments))
+    choice = "greedy" if draws is None else f"drawn of the top {max_top_k}" if max_top_k else "drawn"
+    mass = "no mass" if need is None else f"mass of window {need.window}, decay {need.decay:g}"
+    _log.info("compiling a step: %s over %d slots, %s, %s", shapes, num_slots, choice, mass)
 
 
 class _View(NamedTuple):

@@ -1,7 +1,8 @@
 """The decoder as flax NNX modules: weights and what each layer computes, attention apart.
 
-Matrices lie as in torch, ``[out, in]``; q, k and v share one, so do gate and up, since fewer and larger products cost
-less. Attention, positions and the KV pool are the forward's (``vtoken_jax.model.forward``).
+Matrices lie as in torch, ``[out, in]``, or in tiles (``vtoken_jax.model.tiles``); q, k and v share one, so do gate and
+up, since fewer and larger products cost less. Attention, positions and the KV pool are the forward's
+(``vtoken_jax.model.forward``).
 """
 
 import math
@@ -12,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from vtoken_jax.model.config import ModelConfig, RopeScaling
+from vtoken_jax.model.tiles import product, row
 
 __all__ = ["Layer", "Llama", "rope_tables"]
 
@@ -25,7 +27,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[num_tokens, in]`` to ``[num_tokens, out]``."""
-        y: jax.Array = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())))
+        y = product(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -82,15 +84,14 @@ class Llama(nnx.Module):
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """``[num_tokens]`` int32 to ``[num_tokens, hidden_size]``."""
-        rows: jax.Array = self.embedding[...][token_ids]
-        return rows
+        return row(self.embedding[...], token_ids)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states ``[num_tokens, hidden_size]`` to float32 ``[num_tokens, vocab_size]``."""
         x = self.norm(x)
         if self.head is not None:
             return self.head(x).astype(jnp.float32)
-        return jax.lax.dot_general(x, self.embedding[...], (((1,), (1,)), ((), ()))).astype(jnp.float32)
+        return product(x, self.embedding[...]).astype(jnp.float32)
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:

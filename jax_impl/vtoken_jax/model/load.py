@@ -19,6 +19,7 @@ from vtoken.plugins import first_line
 from vtoken_jax import checkpoint
 from vtoken_jax.model.config import ModelConfig
 from vtoken_jax.model.llama import Llama
+from vtoken_jax.model.tiles import as_tiles
 
 __all__ = ["FORMAT", "abstract_model", "load_checkpoint", "load_weights", "save_checkpoint"]
 
@@ -49,17 +50,26 @@ def abstract_model(config: ModelConfig, dtype: DType) -> tuple[nnx.GraphDef[Any]
     return graph, state
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: DType) -> tuple[nnx.GraphDef[Any], nnx.State]:
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: DType, *, in_tiles: bool = False
+) -> tuple[nnx.GraphDef[Any], nnx.State]:
     """Reads all weights, cast to ``dtype``, one after the other, so that few are in memory twice.
+
+    ``in_tiles`` gives matrices that multiply as ``vtoken_jax.model.tiles`` says: for this process, not a checkpoint.
 
     Raises:
         SpecError: no safetensors file, a damaged one, a missing weight, or one of another shape.
     """
     graph, state = abstract_model(config, dtype)
+
+    def form(path: _Path, weight: np.ndarray) -> np.ndarray:
+        multiplies = weight.ndim == 2 and (path != ("embedding",) or config.tied_embeddings)
+        return as_tiles(weight) if in_tiles and multiplies else weight
+
     with ExitStack() as stack:
         read = _reader(folder, stack)
         weights = [
-            (path, leaf.replace(_weight(read, folder, path, leaf.shape, dtype)))
+            (path, leaf.replace(jnp.asarray(form(path, _weight(read, folder, path, leaf.shape)), jnp.dtype(dtype))))
             for path, leaf in nnx.to_flat_state(state)
         ]
     return graph, nnx.from_flat_state(weights)
@@ -84,9 +94,7 @@ def _model_facts(config: ModelConfig, dtype: DType) -> str:
     return f"{config!r} in {dtype}"
 
 
-def _weight(
-    read: Callable[[str], np.ndarray], folder: Path, path: _Path, shape: tuple[int, ...], dtype: DType
-) -> jax.Array:
+def _weight(read: Callable[[str], np.ndarray], folder: Path, path: _Path, shape: tuple[int, ...]) -> np.ndarray:
     parts = [read(name) for name in _names(path)]
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
     if whole.shape != shape:
@@ -94,7 +102,7 @@ def _weight(
             f"{folder}: weight {_names(path)[0]} has shape {list(whole.shape)}, config.json says {list(shape)}: "
             "files of two models are mixed: download it again"
         )
-    return jnp.asarray(whole, jnp.dtype(dtype))
+    return whole
 
 
 def _names(path: _Path) -> list[str]:

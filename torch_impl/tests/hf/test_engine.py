@@ -1,11 +1,13 @@
 import json
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_world import World, build, family, prompt
+from rich.console import Console
 
 from vtoken.errors import SpecError
 from vtoken.serving.protocol import SamplingParams
@@ -56,6 +58,17 @@ def test_stream_gives_the_tokens_of_generate_as_they_come() -> None:
     for index, token in World().engine.stream(prompts, QUICK):
         parts[index].append(token)
     assert [tuple(parts[index]) for index in parts] == [output.token_ids for output in whole]
+
+
+def test_progress_is_shown_to_the_end_when_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = StringIO()
+    monkeypatch.setattr("vtoken_torch.engine.Console", lambda **_: Console(file=shown, force_terminal=True, width=100))
+    engine, prompts = World().engine, [prompt(5), prompt(21, 1)]
+    engine.generate(prompts, QUICK, progress=False)
+    assert shown.getvalue() == ""
+    engine.generate(prompts, QUICK)
+    assert "2/2 requests" in shown.getvalue()
+    assert "8/8" in shown.getvalue()
 
 
 def test_a_stop_token_ends_a_request() -> None:

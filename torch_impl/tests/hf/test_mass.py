@@ -76,7 +76,7 @@ def book_of(need: MassNeed, rng: random.Random, num_tokens: int, first: int) -> 
         masses = torch.tensor([[rng.choice([0.0, 0.25, rng.random()]) for _ in positions] for _ in range(kept)])
         masses = masses.masked_fill(positions > queries.unsqueeze(1), 0.0) if need.window else masses
         book.expect(1, start, count)
-        book.add([1], queries.unsqueeze(0), positions.unsqueeze(0), masses.unsqueeze(0), count)
+        book.add(torch.tensor([1]), queries.unsqueeze(0), positions.unsqueeze(0), masses.unsqueeze(0), count)
         start += count
     return book
 
@@ -114,7 +114,7 @@ def test_a_forgotten_row_starts_at_zero() -> None:
     book.forget(1)
     assert all(isnan(mass) for mass in book.scores(1, range(20))[0])
     book.expect(1, 0, 1)
-    book.add([1], torch.tensor([[0]]), torch.tensor([[0]]), torch.tensor([[[2.0]]]))
+    book.add(torch.tensor([1]), torch.tensor([[0]]), torch.tensor([[0]]), torch.tensor([[[2.0]]]))
     assert book.scores(1, [0])[0] == [2.0]
 
 

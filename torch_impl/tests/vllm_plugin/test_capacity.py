@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 from collections import Counter
 
 import pytest
@@ -153,43 +152,6 @@ def test_an_engine_whose_live_tokens_are_not_bounded_still_needs_a_pool_for_max_
         world({**ALWAYS, "kv_budget": 250}, **SMALL)  # 250 + 32 tokens in 8 blocks of 32
 
 
-@pytest.mark.slow
-def test_over_http_it_is_a_400_from_every_front_end_streaming_or_not(tiny_llama, tokens, tmp_path):
-    import openai
-    from vllm_server import Server, add_tokenizer
-
-    model = tmp_path / "tiny"
-    shutil.copytree(tiny_llama, model)
-    add_tokenizer(model)
-    server = Server(
-        *(tmp_path / "log", str(model), "--policy", "streaming_llm", "--kv-budget", "63", "--interval", "16"),
-        *("--served-model-name", "tiny", "--max-model-len", "512", "--dtype", "float32", "--block-size", "32"),
-        *("--kv-cache-memory-bytes", str(1 << 22), "--num-gpu-blocks-override", "9", "--enforce-eager"),
-        *("--max-num-seqs", "4", "--api-server-count", "2"),
-    )
-    try:
-        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-        off = {"vllm_xargs": {"vtoken_off": 1}}
-        text = "long " * 70
-        for stream in (False, True) * 4:  # the kernel spreads them over both
-            for ask in (
-                lambda stream: api.completions.create(
-                    model="tiny", prompt=tokens(300), max_tokens=9, extra_body=off, stream=stream
-                ),
-                lambda stream: api.chat.completions.create(
-                    model="tiny", messages=[{"role": "user", "content": text}], extra_body=off, stream=stream
-                ),
-            ):
-                with pytest.raises(openai.BadRequestError) as caught:
-                    ask(stream)
-                assert caught.value.status_code == 400
-                assert "blocks at its worst, the pool has 8: lower its budget" in str(caught.value)
-        answer = api.completions.create(model="tiny", prompt=tokens(400), max_tokens=30, temperature=0)
-        assert answer.usage.completion_tokens == 30
-    finally:
-        server.kill()
-
-
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
@@ -250,10 +212,20 @@ def test_two_long_requests_in_a_pool_for_one_and_a_half_both_end(world, referenc
 
 
 def test_a_pool_that_is_exactly_full_goes_on(world, reference, tokens):
+    free = []
     with world({**ALWAYS, "kv_budget": 32, "interval": 8}, num_blocks=9) as engine:  # and a chunk of 32: two blocks
+        schedule = engine.scheduler.schedule
+
+        def watched(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            free.append(engine.pool.get_num_free_blocks())
+            return output
+
+        engine.scheduler.schedule = watched
         for _ in range(6):
             engine.submit(tokens(120), 70)
         engine.run()
+        assert min(free) == 0
         assert engine.counts["peak running"] == 4
         engine.assert_exact(reference)
         engine.assert_nothing_left()
@@ -327,6 +299,17 @@ def test_most_tokens_that_live_at_once(changes, bound):
     config = VTokenConfig(policy="streaming_llm", kv_budget=64, num_sinks=4, interval=16).with_changes(**changes)
     capacity = Capacity(config, block_size=32, num_blocks=8, step_tokens=512, max_model_len=2000)
     assert capacity.bound(config, prompt_len=700).at(1000) == bound
+
+
+@pytest.mark.parametrize(
+    ("changes", "bound"), [({}, 64), ({"kv_budget": 10}, 4 + 8), ({"kv_budget": 10, "recent": 20}, 4 + 20)]
+)
+def test_the_newest_tokens_live_on_until_the_score_pass_takes_them(changes, bound):
+    config = VTokenConfig(policy="h2o", kv_budget=64, num_sinks=4, interval=16).with_changes(**changes)
+    capacity = Capacity(config, block_size=32, num_blocks=8, step_tokens=512, max_model_len=2000, mass_every=8)
+    assert capacity.bound(config, prompt_len=700).at(1000) == bound + 32
+    random = config.with_changes(policy="random")
+    assert capacity.bound(random, prompt_len=700).at(1000) == max(config.kv_budget, 4 + (config.recent or 0)) + 32
 
 
 def test_a_refusal_names_what_is_needed_what_is_there_and_what_to_do():

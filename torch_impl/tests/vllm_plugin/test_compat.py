@@ -28,7 +28,7 @@ BAD = {
     "model_config__is_encoder_decoder": (True, "encoder-decoder models"),
     "model_config__uses_alibi": (True, "ALiBi"),
     "model_config__runner_type": ("pooling", "pooling models"),
-    "device_config__device_type": ("cuda", "device cuda"),
+    "device_config__device_type": ("xpu", "device xpu"),
     "kv_transfer_config": (SimpleNamespace(), "KV connectors"),
     "ec_transfer_config": (SimpleNamespace(), "encoder-cache connectors"),
     "kv_events_config": (SimpleNamespace(enable_kv_cache_events=True), "KV events"),
@@ -78,6 +78,7 @@ def test_the_start_line_names_what_is_on_and_what_is_off_and_why():
     shown, on, off = line.split("; ")
     for words in (
         *("policy=random", "kv_budget=64", "runner=V2", "copy_stream=sync", "keep_prompt_cache=false", "drafts=none"),
+        *("interval=64", "when=pressure", "signal_source=attention"),
         "pool of 64 blocks of 32",
     ):
         assert words in shown
@@ -95,6 +96,14 @@ def test_the_start_line_names_what_is_on_and_what_is_off_and_why():
     assert line.endswith("; off: nothing")
     naive = PluginOptions.required({"vtoken": {"policy": "random", "kv_budget": 64, "variant": "naive"}})
     assert "recycling (variant=naive)" in start_line(naive, plain_config(), 32, 65)
+    ratio = PluginOptions.required({"vtoken": {"policy": "random", "eviction_ratio": 0.5, "when": "always"}})
+    assert "policy=random, eviction_ratio=0.5, interval=64, " in start_line(ratio, plain_config(), 32, 65)
+    assert "when=always" in start_line(ratio, plain_config(), 32, 65)
+    none = PluginOptions.required({"vtoken": {"policy": "none"}})
+    assert "policy=none, no budget, interval=64, " in start_line(none, plain_config(), 32, 65)
+    lazy = start_line(PluginOptions.required({"vtoken": {**settings, "mode": "lazy"}}), plain_config(), 32, 65)
+    assert "mode=lazy" in lazy
+    assert "recycling (mode=lazy)" in lazy
 
 
 @pytest.mark.parametrize("path", BAD)
@@ -127,17 +136,6 @@ def test_every_refused_setting_is_a_field_of_vllms_configuration(tiny_llama):
     for missing in ("cache_config.kv_sharing_fast_prefil", "cache_confg.kv_sharing_fast_prefill"):
         with pytest.raises(AttributeError, match=missing.replace("cache_config.", "").partition(".")[0]):
             _setting(config, missing)
-
-
-def test_mass_is_collected_on_the_cpu_alone():
-    from vtoken_torch.vllm_plugin.compat import config_refusals
-
-    settings = {"vtoken": {"policy": "h2o", "kv_budget": 64}}
-    assert config_refusals(plain_config(additional_config=settings)) == []
-    device, mass = config_refusals(plain_config(additional_config=settings, device_config__device_type="cuda"))
-    assert_remedies([device, mass])
-    assert "device cuda" in device
-    assert "policy='h2o' on cuda: attention mass is collected by the CPU's attention alone" in mass
 
 
 def test_one_message_names_all_reasons():
@@ -334,3 +332,9 @@ def test_a_real_engine_refuses_to_start_half_enabled(world, settings, words):
     }
     with pytest.raises(ValueError, match=words):
         world(None, **{**enabled, **settings})
+
+
+def test_a_real_engine_refuses_a_model_with_a_sliding_window(world):
+    """Known only once the model is there."""
+    with pytest.raises(ValueError, match=r"vToken cannot run with:\n  - SlidingWindowSpec layers .* full attention"):
+        world({"policy": "random", "kv_budget": 64}, hf_overrides={"sliding_window": 64})

@@ -229,6 +229,30 @@ def test_a_block_that_is_free_too_early_is_noticed(world, tokens, lagging, monke
             engine.run(abort_at={12: 0, 31: 2})
 
 
+@pytest.mark.parametrize("mutate", [_free_early, _free_early_at_the_end])
+def test_a_block_that_is_free_too_early_is_noticed_online(world, tokens, lagging, monkeypatch, mutate):
+    """INV-3: whoever got the block ends, the block is set aside."""
+    lagging(4)
+    mutate(monkeypatch)
+    with world({**BUSY, "verify": True}, num_blocks=19) as engine:
+        for length in (100, 200, 64, 150, 90):
+            engine.submit(tokens(length), 70)
+        engine.run(abort_at={12: 0, 31: 2})
+        checks = next(part for part in engine.scheduler.parts if type(part).__name__ == "OnlineChecks")
+        early = [finding for finding in checks.findings if finding.number == 3]
+        assert early
+        assert {finding.block_id for finding in early} <= checks.books.aside
+
+
+def test_a_step_that_does_not_wait_is_noticed_online(world, tokens, lagging):
+    lagging(2, NobodyWaits)
+    with world({**SCATTERED, "copy_stream": "own", "verify": True}) as engine:
+        engine.submit(tokens(100), 40)
+        engine.run()
+        checks = next(part for part in engine.scheduler.parts if type(part).__name__ == "OnlineChecks")
+        assert 3 in {finding.number for finding in checks.findings}
+
+
 def test_a_step_that_does_not_wait_is_noticed(world, reference, tokens, lagging):
     lagging(2, NobodyWaits)
     with world({**SCATTERED, "copy_stream": "own"}) as engine:

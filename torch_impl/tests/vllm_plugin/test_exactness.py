@@ -32,7 +32,8 @@ def test_without_evictions_the_output_is_plain_vllms(world, tokens):
     prompts = [tokens(count) for count in (100, 40, 200)]
     with world(None) as engine:
         plain = engine.generate(prompts, 40)
-    for settings in ({**ALWAYS, "kv_budget": 400}, {**ALWAYS, "variant": "native"}):
+    ample = {**ALWAYS, "when": "pressure"}  # 64 blocks, of which the requests take 16
+    for settings in ({**ALWAYS, "kv_budget": 400}, {**ALWAYS, "variant": "native"}, ample):
         with world(settings) as engine:
             assert engine.generate(prompts, 40) == plain
             assert engine.scheduler.vtoken.counters.num_evicted_tokens == 0
@@ -80,3 +81,12 @@ def test_abort_in_flight_gives_everything_back(world, reference, tokens):
         assert engine.counts["aborts"] == 3
         engine.assert_exact(reference)
         engine.assert_nothing_left()
+
+
+def test_of_two_tokens_within_rounding_either_is_the_greedy_one_and_no_third():
+    import torch
+    from vllm_reference import TIE, Epoch, Reference
+
+    reference = object.__new__(Reference)
+    reference.logprobs = lambda tokens, deaths: torch.tensor([[-1.0, -1.0 - TIE / 2, -1.0 - 2 * TIE]] * len(tokens))
+    assert [reference.expected([0, token], 1, [Epoch()])[0][0] for token in (0, 1, 2)] == [0, 1, 0]

@@ -14,12 +14,11 @@ MUST_OCCUR = (
     "preemptions",
     "aborts",
     "unhashed",
-    "preemptions under async",
     "preemptions in flight",
     "aborts in flight",
     "victims by mass",
-    "postponed",
 )
+RARE = ("preemptions under async", "postponed")  # each batch of `make test` has them; one of the many others may not
 NUM_SEEDS = int(os.environ.get("VTOKEN_FUZZ_SEEDS", "40"))  # more by `make fuzz`
 
 
@@ -36,5 +35,5 @@ def test_no_wrong_token_no_leaked_block_no_stall(world, reference, first):
             error.add_note(f"seed {seed}")
             raise
     print(f"\nseeds {first} to {first + BATCH - 1}: {dict(met)}\ndrawn: {dict(sorted(drawn.items()))}")
-    for event in MUST_OCCUR:
+    for event in MUST_OCCUR + (RARE if first < 2 * BATCH else ()):
         assert met[event] > 0, f"no seed met {event}"

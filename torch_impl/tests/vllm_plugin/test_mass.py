@@ -102,6 +102,24 @@ def test_results_that_come_a_step_late_are_read_by_the_layout_of_their_own_step(
         assert bool(in_prompt) == (chunk == 48)  # of a chunk that is not judged yet the policy sees nothing
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_score_pass_shows_the_policies_chunks_and_sampled_queries_alone(world, reference, tokens, watch, is_async):
+    options = {**ALWAYS, "signal_source": "score_pass", "score_every": 5}
+    with world(options, max_num_batched_tokens=97, num_blocks=30, async_scheduling=is_async) as engine:
+        seen = watch(engine, every=5)
+        for length, policy in zip((110, 40, 97, 133, 64), MASS_POLICIES, strict=True):
+            engine.submit(tokens(length), 60, vtoken_policy=policy)
+        engine.submit(tokens(20), 30, vtoken_policy="h2o", vtoken_budget=5)  # fewer than are scored at once
+        engine.submit(tokens(50), 40, vtoken_off=True)
+        engine.run()
+        assert _checked(engine, seen, reference) > 200
+        decoding = [choice for choice in seen.choices if choice.num_computed > choice.prompt_len + 5]
+        assert {choice.config.policy for choice in decoding if choice.victims} == set(MASS_POLICIES)
+        assert all(choice.known <= choice.num_computed < choice.known + 5 + is_async for choice in decoding)
+        assert any(choice.known < choice.num_computed - 1 for choice in decoding)
+        assert engine.counts["recycled"] > 50
+
+
 def _a_position_off_by_one(monkeypatch):
     from vtoken_torch.vllm_plugin.ledger import Ledger
 
@@ -153,8 +171,8 @@ def _no_causal_mask(monkeypatch):
 
     tiled = ChunkRows._tiled
 
-    def mutant(num_queries, length):
-        return [(first, last, hidden & False) for first, last, hidden in tiled(num_queries, length)]
+    def mutant(*args):
+        return [(first, last, hidden & False) for first, last, hidden in tiled(*args)]
 
     monkeypatch.setattr(ChunkRows, "_tiled", staticmethod(mutant))
 

@@ -31,7 +31,11 @@ def test_engine_options_become_one_checked_config(tmp_path):
         ({**ENGINE, "kv_bugdet": 1}, "did you mean 'kv_budget'"),
         ({**ENGINE, "copy_stream": "side"}, "copy_stream='side': give 'compute', 'own' or 'sync'"),
         ({**ENGINE, "verify": "yes"}, "verify='yes': give true or false"),
-        ({**ENGINE, "mode": "lazy"}, "mode='lazy': vLLM's kernels read packed layouts alone"),
+        ({**ENGINE, "signal_source": "keys"}, "signal_source='keys': give 'attention' or 'score_pass'"),
+        ({**ENGINE, "signal_source": "score_pass", "score_every": 0}, "score_every=0: give an integer of at least 1"),
+        ({**ENGINE, "score_every": 8}, "score_every=8: only the score pass samples: give signal_source='score_pass'"),
+        ({**ENGINE, "unproven_device": "cuda"}, "unproven_device='cuda': give true or false"),
+        ({**ENGINE, "mode": "lazy", "keep_prompt_cache": True}, "keep_prompt_cache=True: mode 'lazy' copies"),
         ({**ENGINE, "regime": "fenced"}, "regime='fenced'"),
         ({**ENGINE, "timeline": 3}, "timeline=3: give the path of a file"),
         ({**ENGINE, "replay_trace": 3}, "replay_trace=3: give the path"),
@@ -81,6 +85,26 @@ NEEDS_BUDGET = "it has no budget, neither here nor from the engine: give"
     ("extra_args", "default", "message"),
     [
         ({"vtoken_budget": 0}, DEFAULT, "vtoken_budget=0: give a number of tokens of at least 1"),
+        *(
+            (
+                {"vtoken_budget": one},
+                DEFAULT,
+                "vtoken_budget=1: give a number of tokens of at least 2 (vLLM reads JSON's true as 1)",
+            )
+            for one in (1, True)
+        ),
+        ({"vtoken": {"kv_budget": True}}, DEFAULT, "kv_budget=True: give a number of tokens of at least 1"),
+        ({"vtoken_ratio": float("nan")}, DEFAULT, "vtoken_ratio=nan: give a share between 0 and 1"),
+        *(
+            ({field: value}, DEFAULT, f"{field}={value!r}: give integers below 2**63")
+            for field, value in (("vtoken_budget", 2**63), ("vtoken_seed", 10**30), ("vtoken_protect", [0, 2**64]))
+        ),
+        ({"vtoken": {"interval": 2**63}}, DEFAULT, f"interval={2**63}: give integers below 2**63"),
+        (
+            {"vtoken": {"protected": [[0, 2**63]]}},
+            DEFAULT,
+            f"protected=[[0, {2**63}]]: give integers below 2**63",
+        ),
         ({"vtoken_budget": "many"}, DEFAULT, "vtoken_budget='many': give a number of tokens of at least 1"),
         ({"vtoken_ratio": 2}, DEFAULT, "vtoken_ratio=2: give a share between 0 and 1"),
         ({"vtoken_ratio": 1}, DEFAULT, "vtoken_ratio=1 would drop every token: give a share below 1"),
@@ -172,6 +196,13 @@ def test_bad_request_settings_name_field_value_and_remedy(extra_args, default, m
     with pytest.raises(SpecError) as caught:
         request_config(extra_args, default)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("variant", "is_lazy"), [("vtoken", True), ("naive", False), ("native", False)])
+def test_variants_that_move_nothing_have_no_mode(variant, is_lazy):
+    given = {**ENGINE, "mode": "lazy", "variant": variant}
+    assert PluginOptions.required({"vtoken": given}).is_lazy is is_lazy
+    assert not PluginOptions.required({"vtoken": {**given, "mode": "eager"}}).is_lazy
 
 
 def test_a_request_brings_the_budget_that_an_engine_without_a_policy_lacks():

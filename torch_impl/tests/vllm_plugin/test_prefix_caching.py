@@ -31,22 +31,37 @@ def test_a_written_block_is_no_longer_found_and_an_untouched_one_is(world, refer
         assert engine.scheduler.vtoken.ledger.pool.num_unhashed > 0
         engine.submit(prompt, 20, vtoken_off=True)
         engine.run()
-        assert engine.outcomes[1].num_cached < 160
+        assert engine.outcomes[1].num_cached == 96  # given back unwritten; the fourth block was packed into
         engine.submit(prompt, 20, vtoken_off=True)  # what the second request computed is whole
         engine.run()
         assert engine.outcomes[2].num_cached == 160
         engine.assert_exact(reference)
 
 
+@pytest.mark.parametrize(("budget", "num_cached"), [(150, 64), (100, 128)], ids=["written", "given back"])
+def test_what_was_not_written_is_found_later(world, reference, tokens, budget, num_cached):
+    """Two blocks stay whole. The third and fourth: part of the third is evicted and packed over, or all of both."""
+    prompt = tokens(170)
+    with world(FRONT, enable_prefix_caching=True) as engine:
+        engine.submit(prompt, 4, vtoken_budget=budget, vtoken_protect=[0, 64])
+        engine.run()
+        engine.submit(prompt, 20, vtoken_off=True)
+        engine.run()
+        assert engine.outcomes[0].epochs[0].deaths
+        assert engine.outcomes[1].num_cached == num_cached
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+
+
 def test_kv_computed_after_an_eviction_is_never_cached(world, reference, tokens):
     prompt = tokens(70)
-    with world({**FRONT, "kv_budget": 40}, enable_prefix_caching=True) as engine:
-        engine.submit(prompt, 110)
+    with world({**FRONT, "kv_budget": 80}, enable_prefix_caching=True) as engine:
+        engine.submit(prompt, 110, vtoken_protect=[0, 64])
         engine.run()
         follow_up = prompt + engine.outcomes[0].tokens[:100]
         engine.submit(follow_up, 20, vtoken_off=True)
         engine.run()
-        assert engine.outcomes[1].num_cached <= 64
+        assert engine.outcomes[1].num_cached == 64  # two blocks that nothing was written into, and none behind them
         engine.assert_exact(reference)
 
 

@@ -1,6 +1,5 @@
 """Native stays native; and once enabled, bad request settings are refused where the request is made."""
 
-import json
 import subprocess
 import sys
 
@@ -29,30 +28,6 @@ assert not any(spec.__module__.startswith("vtoken") for spec in _REGISTRY_KVCACH
 SamplingParams(extra_args={"vtoken_budget": "nonsense"})
 """
 
-# The engine runs in a process of its own: specs and records are pickled, settings are checked in the front end.
-_ENABLED = """
-import json, sys
-import pytest
-from vtoken_torch.vllm_plugin import register
-
-
-def main(model, prompts, settings):
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    register(); register()
-    llm = LLM(model, **settings)
-    with pytest.raises(ValueError, match="vtoken_budget='nonsense': give a number of tokens"):
-        SamplingParams(extra_args={"vtoken_budget": "nonsense"})
-    assert SamplingParams._verify_extra_args.__wrapped__.__module__ == "vllm.sampling_params", "wrapped twice"
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, extra_args={"vtoken_seed": 5})
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params, use_tqdm=False)
-    print("tokens", json.dumps([output.outputs[0].token_ids for output in outputs]))
-
-
-if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))
-"""
 SETTINGS = {"policy": "random", "kv_budget": 60, "interval": 8, "when": "always"}
 
 
@@ -68,23 +43,6 @@ def test_not_enabled_the_plugin_changes_nothing(monkeypatch, tmp_path):
     program = tmp_path / "inert.py"
     program.write_text(_INERT)
     _run(program)
-
-
-def test_an_engine_in_a_process_of_its_own_says_the_same(world, tokens, tiny_llama, monkeypatch, tmp_path):
-    from vllm_world import engine_settings
-
-    prompts = [tokens(count) for count in (100, 40, 200)]
-    with world(SETTINGS, enable_prefix_caching=True) as engine:
-        said = engine.generate(prompts, 30, vtoken_seed=5)
-        assert engine.counts["recycled"]
-    monkeypatch.setenv("VTOKEN_VLLM", "1")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    program = tmp_path / "enabled.py"
-    program.write_text(_ENABLED)
-    settings = engine_settings(SETTINGS, enable_prefix_caching=True)
-    stdout = _run(program, json.dumps([tiny_llama, prompts, settings]))
-    (line,) = (line for line in stdout.splitlines() if line.startswith("tokens "))
-    assert json.loads(line.removeprefix("tokens ")) == said
 
 
 def test_settings_that_no_class_would_read_are_refused_at_start(world):

@@ -30,6 +30,7 @@ def report(tiny_llama):
         ("asynchronous", ("preemptions in flight", "aborts in flight", "recycled")),
         ("cached", ("cached", "moves", "recycled")),
         ("mass", ("choices", "moves", "recycled")),
+        ("lazy", ("choices", "moves", "evicted", "cached", "aborts")),
         ("fuzz", ("evicted", "moves", "aborts", "victims by mass")),
     ],
 )

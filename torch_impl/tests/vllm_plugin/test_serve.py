@@ -12,7 +12,7 @@ import pytest
 from vtoken.cli import main
 from vtoken.config import VTokenConfig
 from vtoken_torch.vllm_plugin import serve
-from vtoken_torch.vllm_plugin.compat import SCHEDULER, WORKER
+from vtoken_torch.vllm_plugin.compat import GPU_WORKER, SCHEDULER, WORKER
 from vtoken_torch.vllm_plugin.flags import check_typos, flag_of
 from vtoken_torch.vllm_plugin.options import PluginOptions
 
@@ -88,9 +88,7 @@ def test_every_setting_has_an_option_and_what_is_not_given_is_left_to_its_defaul
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
-    unserved = {"--mode", "--regime", "--theta-fragmentation", "--source-utilization", "--min-source-blocks"}
-    unserved |= {"--low-watermark", "--cooldown-steps", "--headroom", "--config"}
-    assert {flag for flag in settings_flags() if f" {flag}" not in text} == unserved
+    assert {flag for flag in settings_flags() if f" {flag}" not in text} == {"--regime", "--config"}
     assert "tokens between two evictions (64)" in " ".join(text.split())
 
 
@@ -116,6 +114,12 @@ def test_vtokens_own_classes_may_be_named(dry_run):
     assert len(words) == len(dry_run(*POLICY))
 
 
+def test_a_device_that_is_said_to_be_unproven_gets_the_gpu_worker(dry_run):
+    words = dry_run(*POLICY, "--unproven-device", "--worker-cls", GPU_WORKER)
+    assert words[words.index("--worker-cls") + 1] == GPU_WORKER
+    assert json.loads(words[-1])["vtoken"]["unproven_device"] is True
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -133,7 +137,7 @@ def test_vtokens_own_classes_may_be_named(dry_run):
         ("--policy random --eviction-ratio 1.5", "--eviction-ratio=1.5: give a share between 0 and 1"),
         ("--policy random --kv-budget 9 --policy-seed -1", "--policy-seed=-1: give an integer of at least 0"),
         ("--policy random --kv-budget 9 --when later", "--when='later': choose one of pressure, always"),
-        ("--policy random --kv-budget 9 --mode lazy", "--mode='lazy': vLLM's kernels read packed layouts alone"),
+        ("--policy random --kv-budget 9 --mode idle", "--mode='idle': choose one of eager, lazy"),
         ("--policy random --kv-budget 9 --protected 5:x", "protected range (5, 'x'): give 0 <= start <= end"),
         ("--policy random --kv-budget 9 --protected 5:6:7", "protected=[[5, 6, 7]]: give pairs"),
         (

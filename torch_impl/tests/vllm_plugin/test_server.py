@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_metrics import SERVE, check_metrics, files_of_ours, temporary_folder
 from vllm_server import Server, add_tokenizer
+
+from vtoken.cli import main
 
 SETTINGS = {"policy": "random", "kv_budget": 60, "interval": 8, "when": "always"}
 MODEL, NUM_TOKENS = "tiny", 24
@@ -26,6 +29,12 @@ PER_REQUEST: tuple[dict[str, Any], ...] = (  # every flat name once, and none
     {"vtoken_protect_prompt": 1},
     {"vtoken_off": True},
 )
+AS_TEXT = (  # what the client would not send
+    ('{"vtoken_ratio": NaN}', "vtoken_ratio=nan: give a share between 0 and 1"),
+    ('{"vtoken_budget": true}', "vtoken_budget=1: give a number of tokens of at least 2"),
+    ('{"vtoken_seed": 1000000000000000000000}', "vtoken_seed=1000000000000000000000: give integers below 2**63"),
+    ('{"vtoken_budget": null}', "vtoken_budget"),
+)
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"vtoken_budget": -3}, "vtoken_budget=-3: give a number of tokens of at least 1"),
     ({"vtoken_ratio": 1.5}, "vtoken_ratio=1.5: give a share between 0 and 1"),
@@ -33,6 +42,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"vtoken_sinks": -1}, "vtoken_sinks=-1: give an integer of at least 0"),
     ({"vtoken_recent": "all"}, "vtoken_recent='all': give an integer of at least 0"),
     ({"vtoken_seed": 0.5}, "vtoken_seed=0.5: give an integer of at least 0"),
+    ({"vtoken_protect": [-1, 4]}, "vtoken_protect=[-1, 4]: give [a0, b0, a1, b1, ...]"),
     ({"vtoken_protect": [0, 20, 30]}, "vtoken_protect=[0, 20, 30]: give [a0, b0, a1, b1, ...]"),
     ({"vtoken_protect_prompt": 2}, "vtoken_protect_prompt=2: give true or false"),
     ({"vtoken_off": "yes"}, "vtoken_off='yes': give true or false"),
@@ -47,16 +57,6 @@ def model(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny_llama, folder)
     add_tokenizer(folder)
     return folder
-
-
-def serve(model: Path, log: Path, *more: str) -> Server:
-    settings = (
-        *("--policy", "random", "--kv-budget", "60", "--interval", "8", "--when", "always"),
-        *("--served-model-name", MODEL, "--max-model-len", "512", "--max-num-seqs", "8", "--dtype", "float32"),
-        *("--block-size", "32", "--kv-cache-memory-bytes", str(1 << 22), "--num-gpu-blocks-override", "65"),
-        *("--max-num-batched-tokens", str(CHUNK), "--no-enable-prefix-caching", "--enforce-eager"),
-    )
-    return Server(log, str(model), *settings, *more)
 
 
 class Client:
@@ -85,11 +85,25 @@ def test_server(
     tokens: Callable[[int], list[int]],
     model: Path,
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     subtests: pytest.Subtests,
 ) -> None:
     outcomes = engine_outcomes(world, reference, tokens)
-    server = serve(model, tmp_path / "log", "--api-server-count", "2")
+    with temporary_folder() as temporary:
+        check_server(outcomes, model, tmp_path / "log", capsys, subtests)
+        assert files_of_ours(temporary) == []
+
+
+def check_server(
+    outcomes: list[Any], model: Path, log: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    more = ("--max-num-batched-tokens", str(CHUNK), "--max-model-len", "4096", "--api-server-count", "2")
+    server = Server(log, str(model), *SERVE, *more)
     try:
+        with subtests.test("its /metrics, before, during and after requests"):
+            check_metrics(server)
+            assert main(["stats", server.url]) == 0
+            assert "evicted tokens" in capsys.readouterr().out
         client = Client(server.url)
         with subtests.test("its tokens are the engine's, which are the reference's, for every setting of a request"):
             check_tokens(client, outcomes)
@@ -97,12 +111,18 @@ def test_server(
             check_text(client)
         with subtests.test("bad settings are a 400 that names field, value and remedy; the server lives on"):
             check_refusals(client)
+        with subtests.test("what never fits is a 400, a prompt longer than the pool runs"):
+            check_what_fits(client)
         with subtests.test("who hangs up gives the blocks back"):
             check_disconnects(client, server)
+        with subtests.test("its log has the start line"):
+            assert "vToken: policy=random, kv_budget=60, interval=8, " in server.log()
         with subtests.test("SIGTERM ends it and all its processes"):
-            code, alive = server.stop()
-            assert (code, alive) == (0, [])
-            assert "Traceback" not in server.log(), server.log()[-4000:]
+            said = server.log()
+            assert "Traceback" not in said
+            assert server.stop() == (0, [])
+            last_words = server.log()[len(said) :]  # of two servers, vLLM kills one within a second, with its traceback
+            assert "/vtoken_torch/" not in last_words
     finally:
         server.kill()
 
@@ -163,6 +183,11 @@ def check_refusals(client: Client) -> None:
         assert refused.value.status_code == 400
         return str(refused.value)
 
+    for text, message in AS_TEXT:
+        for stream in ("false", "true"):
+            body = f'{{"model": "{MODEL}", "prompt": "hello", "stream": {stream}, "vllm_xargs": {text}}}'
+            answer = client.api._client.post("completions", content=body, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, message in answer.text) == (400, True), (text, answer.text)
     for xargs, message in BAD:
         for ask in (client.complete, client.chat):
             for stream in (False, True):
@@ -172,6 +197,22 @@ def check_refusals(client: Client) -> None:
         refusals = list(threads.map(lambda case: refusal(client.complete, case[0], False), burst))
     assert all(message in text for text, (_, message) in zip(refusals, burst, strict=True))
     assert len(client.complete("hello").choices[0].token_ids) == NUM_TOKENS
+
+
+def check_what_fits(client: Client) -> None:
+    import openai
+
+    off, prompt = {"vtoken_off": 1}, [5 + index % 400 for index in range(2100)]  # the pool has 64 blocks of 32 tokens
+    for stream in (False, True) * 4:  # the kernel spreads them over both front ends
+        for ask in (
+            lambda stream: client.complete(prompt[:300], xargs=off, max_tokens=2000, stream=stream),
+            lambda stream: client.chat("long " * 70, xargs=off, max_tokens=None, stream=stream),  # up to max_model_len
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask(stream)
+            assert caught.value.status_code == 400
+            assert "blocks at its worst, the pool has 64: lower its budget" in str(caught.value)
+    assert client.complete(prompt, max_tokens=30).usage.completion_tokens == 30
 
 
 def check_disconnects(client: Client, server: Server) -> None:

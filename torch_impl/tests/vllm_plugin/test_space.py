@@ -90,6 +90,56 @@ def test_under_pressure_who_has_most_gives_first_until_enough_is_free(world, ref
     assert len({*offers.values()}) == 3
 
 
+def test_under_pressure_a_head_that_cannot_start_is_reason_enough(world, reference, tokens):
+    """It alone: both thresholds are 0, and who runs can grow."""
+    settings = {**ALWAYS, "kv_budget": 40, "when": "pressure", "pressure_low": 0.0, "pressure_high": 0.0}
+    passes = []
+    with world(settings, num_blocks=17) as engine:
+        side = engine.scheduler.vtoken
+        relieve = side.relieve
+
+        def watched(is_short):
+            before = side.counters.num_evicted_tokens
+            gave = relieve(is_short)
+            passes.append((is_short, side.counters.num_evicted_tokens - before))
+            return gave
+
+        side.relieve = watched
+        engine.submit(tokens(300), 60)
+        for _ in range(3):
+            engine.step()
+        assert passes == [(False, 0)] * 3
+        assert engine.pool.get_num_free_blocks() == 6
+        engine.submit(tokens(220), 20, vtoken_off=True)  # starts with 7
+        engine.step()
+        is_short, num_evicted = passes[-1]
+        assert is_short
+        assert num_evicted > 200
+        assert len(engine.scheduler.running) == 2
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("recycle", [True, False], ids=["recycle", "fill alone"])
+def test_in_steady_state_no_block_is_taken_and_given_back(world, reference, tokens, recycle):
+    """Decoding requests with budget + interval at a block's edge, below and beyond it."""
+    with world({**ALWAYS, "recycle": recycle}) as engine:
+        for budget in (79, 80, 81):
+            engine.submit(tokens(100), 120, vtoken_budget=budget)
+        for _ in range(40):
+            engine.step()
+        counters = engine.scheduler.vtoken.counters
+        num_freed, num_evicted = counters.num_freed_blocks, counters.num_evicted_tokens
+        for _ in range(60):
+            engine.step()
+        assert counters.num_evicted_tokens - num_evicted == 3 * 60
+        assert counters.num_freed_blocks - num_freed == (0 if recycle else 60)  # the last one's, in each step
+        engine.run()
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+
+
 def test_under_pressure_alone_nothing_is_dropped_while_memory_is_ample(world, reference, tokens):
     settings = {**ALWAYS, "when": "pressure"}
     with world(settings) as engine:

@@ -1,6 +1,7 @@
 """Both files of a real run: valid while it runs and after, in order, and in step with the engine's counters."""
 
 import json
+import math
 
 import pytest
 
@@ -12,8 +13,55 @@ STATES = {"queued", "running", "preempted"}
 
 def read(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    trace = json.loads(path.with_suffix(".perfetto.json").read_text())
+    trace = json.loads(path.with_suffix(".perfetto.json").read_text(), parse_constant=_refuse_constant)
+    check_format(trace)
     return lines, trace
+
+
+def _refuse_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+REQUIRED = {  # Trace Event Format: by phase, the keys beside ph, name and pid
+    "M": {"args": dict},
+    "C": {"ts": float, "args": dict},
+    **{phase: {"ts": float, "cat": str, "id": str, "tid": int} for phase in "bne"},
+}
+
+
+def check_format(trace):
+    """By the rules of the Trace Event Format, JSON array form: keys, types, order, nesting.
+
+    Returns the slices that are still open, by (cat, id).
+    """
+    assert trace[0]["ph"] == "M"
+    assert trace[0]["name"] == "process_name"
+    assert isinstance(trace[0]["args"]["name"], str)
+    last, open_slices = 0.0, {}
+    for event in trace:
+        assert isinstance(event["name"], str)
+        assert event["name"]
+        assert isinstance(event["pid"], int)
+        for key, kind in REQUIRED[event["ph"]].items():
+            assert isinstance(event[key], kind), event
+        assert isinstance(event.get("args", {}), dict)
+        if event["ph"] == "M":
+            continue
+        assert event["ts"] >= last, "out of order"
+        last = event["ts"]
+        assert math.isfinite(last)
+        if event["ph"] == "C":
+            assert event["args"], "a counter without a series"
+            assert all(type(value) in (int, float) and math.isfinite(value) for value in event["args"].values()), event
+        else:  # slices of one cat and id nest: begun before, ended last begun first, by name
+            begun = open_slices.setdefault((event["cat"], event["id"]), [])
+            if event["ph"] == "b":
+                begun.append(event["name"])
+            elif event["ph"] == "e":
+                assert begun.pop() == event["name"]
+            else:
+                assert begun, "an instant outside of its request"
+    return open_slices
 
 
 def test_a_run_with_preemptions_and_aborts_is_told_in_order_and_in_full(world, tokens, tmp_path):
@@ -83,21 +131,10 @@ def check_requests(events, engine):
 
 
 def check_trace(trace, num_steps):
-    """Slices of a request nest and close; counters ascend; there is one of each kind for each step."""
-    times = [event["ts"] for event in trace if event["ph"] != "M"]
-    assert times == sorted(times)
-    open_slices = {}
-    for event in trace:
-        if event["ph"] == "b":
-            open_slices.setdefault(event["id"], []).append(event["name"])
-        elif event["ph"] == "e":
-            assert open_slices[event["id"]].pop() == event["name"]
-        elif event["ph"] == "n":
-            assert open_slices[event["id"]]
-        elif event["ph"] == "C":
-            assert all(isinstance(value, int | float) for value in event["args"].values())
-    assert open_slices
-    assert not any(open_slices.values())
+    """Every slice is closed; there is one counter of each kind for each step."""
+    slices = check_format(trace)
+    assert slices
+    assert not any(slices.values())
     counters = [event["name"] for event in trace if event["ph"] == "C"]
     assert {name: counters.count(name) for name in counters} == dict.fromkeys(counters, num_steps)
     assert {"blocks", "fragmentation", "copied bytes", "requests"} <= set(counters)

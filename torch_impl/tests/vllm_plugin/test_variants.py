@@ -12,12 +12,16 @@ def _events(path):
     return {key: trace.events[key] for key in sorted(trace.events)}
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix caching"])
-def test_naive_and_vtoken_choose_the_same_victims_and_say_the_same(world, reference, tokens, tmp_path, caching):
+@pytest.mark.parametrize(
+    ("policy", "caching"),
+    [("random", False), ("random", True), ("h2o", False)],
+    ids=["plain", "prefix caching", "by attention mass"],
+)
+def test_naive_and_vtoken_choose_the_same_victims_and_say_the_same(world, reference, tokens, tmp_path, policy, caching):
     prompts = [tokens(count) for count in (150, 70, 220)]
     said, held = {}, {}
     for variant in ("naive", "vtoken"):
-        settings = {**SETTINGS, "variant": variant, "record_trace": str(tmp_path / variant)}
+        settings = {**SETTINGS, "policy": policy, "variant": variant, "record_trace": str(tmp_path / variant)}
         with world(settings, enable_prefix_caching=caching) as engine:
             said[variant] = engine.generate(prompts, 60)
             held[variant] = engine.scheduler.vtoken.counters.num_freed_blocks
@@ -25,7 +29,9 @@ def test_naive_and_vtoken_choose_the_same_victims_and_say_the_same(world, refere
             engine.assert_nothing_left()
     assert said["naive"] == said["vtoken"]
     assert _events(tmp_path / "naive") == _events(tmp_path / "vtoken")
-    assert held["naive"] < held["vtoken"]
+    assert held["vtoken"] > 0
+    if policy == "random":  # its victims are scattered
+        assert held["naive"] < held["vtoken"]
 
 
 def test_a_recorded_trace_is_replayed_whatever_the_policy(world, reference, tokens, tmp_path):

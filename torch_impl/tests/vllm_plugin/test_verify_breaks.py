@@ -112,6 +112,36 @@ def write_a_wrong_slot(saboteur):
     saboteur.at_a_move(astray)
 
 
+def copy_after_the_forward(saboteur):
+    """The bytes arrive, but the step has read and written without them."""
+    copies, begin_sampling, late = saboteur.side.copies, saboteur.side.begin_sampling, []
+    run_copies = copies.run
+
+    def hold_back(record):
+        if not saboteur.is_done and len(record.src_slots) >= 3 and len(saboteur.scheduler.running) == 3:
+            saboteur.is_done = True
+            late.append(record)
+        else:
+            run_copies(record)
+
+    def copy_then_sample():
+        while late:
+            run_copies(late.pop())
+        begin_sampling()
+
+    saboteur.replace(copies, "run", hold_back)
+    saboteur.replace(saboteur.side, "begin_sampling", copy_then_sample)
+
+
+def skip_a_number(saboteur):
+    """As if the workers had missed a record, or met two in the wrong order."""
+
+    def do(record):
+        record.number += 1
+
+    saboteur.in_a_pass(do)
+
+
 def write_a_recycled_token_elsewhere(saboteur):
     rows = saboteur.side.runner.rows._rows
     at = rows.at
@@ -189,6 +219,17 @@ def hash_a_block_that_is_written(saboteur):
     saboteur.in_a_pass(do, when=lambda record: len(saboteur.ledger.recycling) == 3)
 
 
+def share_a_block_that_is_written(saboteur):
+    def do(record):
+        block = saboteur.pool.blocks[saboteur.ledger.recycling[saboteur.req_id(1)].last_slot // BLOCK]
+        table = saboteur.table(0)
+        block.ref_cnt += 1
+        saboteur.blocks(0).append(block)
+        table._add_blocks([block.block_id])
+
+    saboteur.in_a_pass(do, when=lambda record: len(saboteur.ledger.recycling) == 3)
+
+
 def miscount_the_dead(saboteur):
     def do(record):
         req_id, ledger = saboteur.req_id(1), saboteur.ledger
@@ -215,19 +256,24 @@ def miscount_the_dead_on_the_worker(saboteur):
     saboteur.replace(saboteur.side, "parts", [*saboteur.side.parts, Miscount()])
 
 
+_LOGGED = re.compile(r"vToken: step (\d+), requests (\[.*?\]), slots \[(.*?)\]: INV-(\d): ")
+
 BREAKS = [  # what, the invariants that name it, who fails (a number: as many, whoever moves first), blocks set aside
     (drop_a_copy, {1}, 1, 0),
     (swap_two_tokens, {1}, 1, 0),
     (write_a_wrong_slot, {1}, 2, 0),
+    (copy_after_the_forward, {1, 3}, [0, 1, 2], 0),
+    (skip_a_number, {3}, [0, 1, 2], 0),
     (write_a_recycled_token_elsewhere, {1, 2}, [1], 0),
     (map_two_positions_to_one_slot, {2}, [1], 0),
     (hold_a_block_of_another, {1, 2, 6}, [1, 2], 2),
-    (move_the_cursor, {4}, [1], 0),
+    (move_the_cursor, {8}, [1], 0),
     (plan_for_another_layout, {4}, 1, 0),
     (copy_over_a_live_token, {5}, [1], 0),
     (leak_a_block, {6}, [], 1),
     (free_a_held_block, {6}, [1], 1),
     (hash_a_block_that_is_written, {7}, [1], 1),
+    (share_a_block_that_is_written, {7}, [0, 1], 1),
     (miscount_the_dead, {8}, [1], 0),
     (miscount_the_dead_on_the_worker, {2, 8}, [1], 0),
 ]
@@ -258,12 +304,13 @@ def test_a_break_is_named_and_fails_what_it_hit(
     assert all(ends[key].finish_reason == "length" for key in sound)
     engine.assert_exact(reference, {saboteur.first_key + key for key in sound})
     messages = [record.getMessage() for record in caplog.records if record.name == "vllm.vtoken"]
-    found = [re.match(r"vToken: step (\d+), requests (\[.*?\]), slots \[.*?\]: INV-(\d): ", text) for text in messages]
+    found = [_LOGGED.match(text) for text in messages]
     logged = [match for match in found if match]
     assert {text.split()[1] for text in messages if " ends with an error: INV-" in text} == {
         req_id for match in logged for req_id in re.findall(r"'([^']+)'", match[2])
     }
-    assert {int(match[3]) for match in logged} == numbers
+    assert {int(match[4]) for match in logged} == numbers
+    assert all(match[3] for match in logged if int(match[4]) in (1, 5, 7)), "no slots are named"
     assert all(int(match[1]) > saboteur.first_pass for match in logged)
     assert {key for key in keys for match in logged if f"'{saboteur.first_key + key}-" in match[2]} == set(failed)
     monkeypatch.undo()

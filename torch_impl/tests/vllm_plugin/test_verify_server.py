@@ -1,4 +1,5 @@
-"""Verification over HTTP: what a client gets whose request a broken engine has hit, and who comes after."""
+"""Verification over HTTP: what a client gets whose request a broken engine has hit, and who comes after. The one server
+with one API server: its metrics, and how it ends when its engine is killed, are checked here too."""
 
 import os
 import shutil
@@ -35,37 +36,39 @@ def plugin(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_request_that_lost_a_token_is_a_500_and_the_server_goes_on(tiny_llama, tokens, tmp_path, plugin):
-    import openai
+    from vllm_metrics import SERVE, check_metrics, files_of_ours, kill_the_engine, temporary_folder
     from vllm_server import Server, add_tokenizer
 
     model = tmp_path / "tiny"
     shutil.copytree(tiny_llama, model)
     add_tokenizer(model)
-    server = Server(
-        *(tmp_path / "log", str(model), "--policy", "random", "--kv-budget", "60", "--interval", "8"),
-        *("--when", "always", "--verify", "--served-model-name", "tiny", "--max-model-len", "512"),
-        *("--dtype", "float32", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 22)),
-        *("--num-gpu-blocks-override", "65", "--enforce-eager", "--max-num-seqs", "4", "--no-enable-prefix-caching"),
-    )
-    try:
-        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-        prompt = tokens(150)
+    with temporary_folder() as temporary:
+        server = Server(tmp_path / "log", str(model), *SERVE, "--verify")
+        try:
+            check_metrics(server)
+            check_break(server, tokens(150), plugin)
+            kill_the_engine(server)
+        finally:
+            server.kill()
+        assert files_of_ours(temporary) == []
 
-        def ask(**xargs):
-            body = {"vllm_xargs": xargs, "return_token_ids": True, "ignore_eos": True}
-            settings = {"max_tokens": 20, "temperature": 0, "extra_body": body}
-            return api.completions.create(model="tiny", prompt=prompt, **settings).choices[0].token_ids
 
-        sound = ask()
-        plugin.touch()
-        with pytest.raises(openai.InternalServerError) as caught:
-            ask()
-        assert caught.value.status_code == 500
-        assert len(ask(vtoken_off=1)) == 20  # it moves nothing
-        plugin.unlink()
-        assert ask() == sound
-        assert "INV-1" in server.log()
-        code, alive = server.stop()
-        assert (code, alive) == (0, [])
-    finally:
-        server.kill()
+def check_break(server, prompt, plugin):
+    import openai
+
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(**xargs):
+        body = {"vllm_xargs": xargs, "return_token_ids": True, "ignore_eos": True}
+        settings = {"max_tokens": 20, "temperature": 0, "extra_body": body}
+        return api.completions.create(model="tiny", prompt=prompt, **settings).choices[0].token_ids
+
+    sound = ask()
+    plugin.touch()
+    with pytest.raises(openai.InternalServerError) as caught:
+        ask()
+    assert caught.value.status_code == 500
+    assert len(ask(vtoken_off=1)) == 20  # it moves nothing
+    plugin.unlink()
+    assert ask() == sound
+    assert "INV-1" in server.log()

@@ -87,6 +87,25 @@ def mass(cases: "Cases") -> Report:
         return {**cases.verdict(engine), "choices": seen.assert_chosen_by(cases.reference)}
 
 
+def lazy(cases: "Cases") -> Report:
+    """Holes and evacuation, in step and not, under verification; one request's policy looks at attention."""
+    done = Counter[str]()
+    for is_async in (False, True):
+        settings = {"num_blocks": 15, "enable_prefix_caching": True, "async_scheduling": is_async}
+        prefix = cases.tokens(70)
+        with cases.world({**SCATTERED, "mode": "lazy", "verify": True}, **settings) as engine:
+            seen = MassWatch(engine)
+            for length, policy in ((50, "random"), (40, "h2o"), (64, "streaming_llm"), (60, "none")):
+                engine.submit(prefix + cases.tokens(length), 60, vtoken_policy=policy)
+            engine.run(abort_at={20: 0})
+            verdict = cases.verdict(engine)
+            runner = verdict.pop("runner")
+            done.update(verdict)
+            done["choices"] += seen.assert_chosen_by(cases.reference)
+            done["evicted"] += engine.scheduler.vtoken.counters.num_evicted_tokens
+    return {**done, "runner": runner}
+
+
 def fuzz(cases: "Cases") -> Report:
     """Random engines, drawn as in ``test_fuzz.py``."""
     met, runners = Counter[str](), set[str]()
@@ -175,4 +194,5 @@ class Cases:
 
 
 if __name__ == "__main__":
-    print(json.dumps(Cases(sys.argv[1]).run(addresses, chunked, preempted, asynchronous, cached, mass, fuzz, mutants)))
+    all_cases = (addresses, chunked, preempted, asynchronous, cached, mass, lazy, fuzz, mutants)
+    print(json.dumps(Cases(sys.argv[1]).run(*all_cases)))

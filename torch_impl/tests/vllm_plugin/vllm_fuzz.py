@@ -18,9 +18,10 @@ def run_seed(
     """Counts of what occurred, and of what the seed drew."""
     draw = random.Random(seed)
     vtoken, settings = _settings(draw)
+    vtoken["signal_source"] = random.Random(f"mass {seed}").choice(["attention", "attention", "score_pass"])
     prompts = [[draw.randrange(3, 512) for _ in range(draw.randrange(33, 150))] for _ in range(2)]
     with world(vtoken, **settings) as engine:
-        watch = MassWatch(engine)
+        watch = MassWatch(engine, every=engine.scheduler.gate.capacity.mass_every)
         for _ in range(num_requests):
             head = draw.choice(prompts) if draw.random() < 0.6 else []
             tail = [draw.randrange(3, 512) for _ in range(draw.randrange(1, 200))]
@@ -52,6 +53,7 @@ def _settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         "variant": draw.choice(["vtoken"] * 6 + ["naive"]),
         "recycle": draw.random() < 0.8,
         "page_size": 8,
+        "mode": draw.choice(["eager", "eager", "lazy"]),
     }
     engine = {
         "num_blocks": draw.choice([17, 17, 19, 33]),
@@ -65,5 +67,5 @@ def _settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _composition(vtoken: dict[str, Any], settings: dict[str, Any]) -> Counter[str]:
     """What the seed drew, by name."""
-    drawn = {key: vtoken[key] for key in ("policy", "when", "variant", "interval")} | settings
+    drawn = {key: vtoken[key] for key in ("policy", "when", "variant", "mode", "interval", "signal_source")} | settings
     return Counter(f"{key}={value}" for key, value in drawn.items())

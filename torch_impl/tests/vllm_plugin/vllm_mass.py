@@ -1,9 +1,10 @@
 """What the policies must have seen and chosen: transformers' own attention weights under the engine's deaths.
 
-Knows of no slot, layout or snapshot: only which position was invisible from which computed count on, and up to which
-query the engine's results were back.
+Knows of no slot, layout or snapshot: only which position was invisible from which computed count on, and of which
+queries the engine's results were back.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import nan
@@ -14,8 +15,9 @@ from vllm_reference import Reference
 from vllm_world import World
 
 from vtoken.config import VTokenConfig
-from vtoken.policies import RequestView, get_policy
+from vtoken.policies import RequestView
 from vtoken.trace import TraceEvent
+from vtoken_torch.vllm_plugin.options import usable_policy  # looked up once; get_policy takes 20 ms each time
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Choice:
     mass: list[float]
     mass_rows: list[list[float]]
     victims: list[int]
+    queries: list[int]  # whose mass is known
     is_cut: bool = False  # a chunk was under way, and left out
 
     def __str__(self) -> str:
@@ -40,15 +43,19 @@ class Choice:
 
 
 class MassWatch:
-    """Notes every choice of an engine's mass policies, and checks the total of every report."""
+    """Notes every choice of an engine's mass policies, and checks the total of every report.
 
-    def __init__(self, engine: World) -> None:
-        self.engine = engine
+    ``every``: of the tokens that a request decodes, those at counts which it divides are scored; of chunks, all are.
+    """
+
+    def __init__(self, engine: World, every: int = 1) -> None:
+        self.engine, self.every = engine, every
         self.choices: list[Choice] = []
         self.num_reports = 0
         self._asked: list[tuple[Any, Any, Any]] = []
         self._first: dict[tuple[int, int], int] = {}
         self._known: dict[tuple[int, int], int] = {}
+        self._queries: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self._passes: dict[int, dict[str, tuple[tuple[int, int], int, int]]] = {}
         self._watch()
 
@@ -77,7 +84,8 @@ class MassWatch:
                 count = known if has_chunk_under_way else table.num_computed_tokens
                 assert all(position < count for position in positions)
                 where = (*epoch, self._first[epoch], known, count, occasion.prompt_len)
-                self.choices.append(Choice(*where, config, positions, mass, rows, chosen, has_chunk_under_way))
+                queries = list(self._queries[epoch])
+                self.choices.append(Choice(*where, config, positions, mass, rows, chosen, queries, has_chunk_under_way))
             return event
 
         def watched_pass(output: Any, record: Any) -> None:
@@ -87,12 +95,17 @@ class MassWatch:
                 epoch = self._epoch(scheduler._submitted[req_id].trace_key)
                 count = scheduler.vtoken.ledger.tables[req_id].num_computed_tokens
                 self._first.setdefault(epoch, count - num_new)
-                counts[req_id] = epoch, count, num_new
+                is_prompt = count - num_new < scheduler.vtoken._running[req_id].prompt_len
+                if num_new > 1 or is_prompt or count % self.every == 0:
+                    counts[req_id] = epoch, count, num_new
 
         def watched_result(output: Any, result: Any) -> None:
             counts = self._passes.pop(id(output))
-            self._known.update({epoch: count for epoch, count, _ in counts.values()})
+            for epoch, count, num_new in counts.values():
+                self._known[epoch] = count
+                self._queries[epoch] += range(count - num_new, count)
             for req_id, masses in getattr(result, "vtoken_mass", {}).items():
+                assert req_id in counts, "a query too many"
                 num_queries = output.num_scheduled_tokens[req_id]
                 window = output.vtoken_record.mass[req_id]
                 total = num_queries if not window else min(window, num_queries)
@@ -133,24 +146,25 @@ def assert_trace_chosen_by(
         positions.update(range(first, count))
         first = count
         where = (event.trace_key, 0, 0, count, count, prompt_len)
-        check_victims(Choice(*where, config, sorted(positions), [], [], victims), rows)
+        choice = Choice(*where, config, sorted(positions), [], [], victims, list(range(count)))
+        check_victims(choice, _seen(rows, choice))
         positions.difference_update(victims)
 
 
 def check_choice(choice: Choice, rows: torch.Tensor) -> None:
     """``rows``: of ``mass_rows``."""
-    mass, by_query = _seen(rows, choice)
+    mass, by_query = seen = _seen(rows, choice)
     _assert_close(choice.mass, mass, f"{choice}: mass")
     assert len(choice.mass_rows) == len(by_query), str(choice)
     for got, wanted in zip(choice.mass_rows, by_query, strict=True):
         _assert_close(got, wanted, f"{choice}: a row of the window")
-    check_victims(choice, rows)
+    check_victims(choice, seen)
 
 
-def check_victims(choice: Choice, rows: torch.Tensor) -> None:
-    """The policy chooses the same victims by the reference's masses."""
-    policy = get_policy(choice.config.policy)
-    mass, by_query = _seen(rows, choice)
+def check_victims(choice: Choice, seen: "tuple[list[float], list[list[float]]]") -> None:
+    """The policy chooses the same victims by the reference's masses. ``seen``: of ``_seen``."""
+    policy = usable_policy(choice.config.policy)
+    mass, by_query = seen
     view = RequestView(choice.num_computed, choice.prompt_len, choice.positions, choice.config, mass, by_query)
     assert choice.victims == list(policy.select_victims(view)), f"{choice}: other victims"
 
@@ -175,13 +189,13 @@ def mass_rows(reference: Reference, tokens: list[int], deaths: list[tuple[int, i
 
 def _seen(rows: torch.Tensor, choice: Choice) -> tuple[list[float], list[list[float]]]:
     """``mass`` and ``mass_rows`` as the policy must have had them."""
-    need = get_policy(choice.config.policy).mass_need(choice.config)
-    first = max(choice.first, choice.known - need.window) if need.window else choice.first
-    queries = range(first, choice.known)
-    mass = rows[first : choice.known].double().sum(0).tolist()
-    positions = choice.positions
-    by_query = [[float(rows[q, p]) if p <= q else nan for p in positions] for q in queries] if need.rows else []
-    return [mass[p] if p < choice.known else nan for p in positions], by_query
+    need = usable_policy(choice.config.policy).mass_need(choice.config)
+    positions = torch.tensor(choice.positions, dtype=torch.int64)
+    queries = torch.tensor(choice.queries[-need.window :], dtype=torch.int64)  # 0: all of them
+    known = rows[queries[:, None], positions]
+    mass = known.double().sum(0).masked_fill(positions >= choice.known, nan)
+    by_query = known.masked_fill(positions > queries[:, None], nan).tolist() if need.rows else []
+    return mass.tolist(), by_query
 
 
 def _assert_close(got: list[float], wanted: list[float], name: str) -> None:

@@ -12,10 +12,13 @@ from typing import Any
 CORES = sorted(os.sched_getaffinity(0))[:2]
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its count of logprob ranks whatever enforce_eager says
+    "VTOKEN_VLLM": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of this file run in the workers
     "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES)),
 }
 
+import pytest  # noqa: E402
 from vllm_world import engine_settings  # noqa: E402
 
 
@@ -51,6 +54,9 @@ def main(model_dir: str, trace: str, prompts: str, settings: str) -> None:
         "verify": True,
     }
     llm = LLM(model_dir, **engine_settings(vtoken, tensor_parallel_size=2))
+    assert SamplingParams._verify_extra_args.__wrapped__.__module__ == "vllm.sampling_params", "wrapped once"
+    with pytest.raises(ValueError, match="vtoken_budget='nonsense': give a number of tokens"):  # in this very process
+        SamplingParams(extra_args={"vtoken_budget": "nonsense"})
     llm.collective_rpc(note_records)
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=prompt) for prompt in json.loads(prompts)],

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+TIE = 2e-6
+"""Logprobs less far apart are one: some units in the last place of float32, and sums come in another order here."""
+
 
 @dataclass
 class Epoch:
@@ -43,6 +46,8 @@ class Reference:
     def expected(self, tokens: list[int], prompt_len: int, epochs: list[Epoch]) -> list[tuple[int, float]]:
         """For each generated token of ``tokens``: what greedy sampling gives there, and the logprob of the token.
 
+        Where the best two are a tie, that of ``tokens`` is taken to be the greedy one.
+
         A token is sampled in the first epoch that computes the position before it.
         """
         result: list[tuple[int, float]] = []
@@ -53,6 +58,7 @@ class Reference:
                 continue
             table = self.logprobs(tokens[:end], epoch.deaths)
             for index in range(first, end + 1):
-                row = table[index - 1]
-                result.append((int(row.argmax()), float(row[tokens[index]])))
+                row, token = table[index - 1], tokens[index]
+                greedy = token if row.max() - row[token] < TIE else int(row.argmax())
+                result.append((greedy, float(row[token])))
         return result

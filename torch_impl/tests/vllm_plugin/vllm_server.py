@@ -19,6 +19,7 @@ psutil = pytest.importorskip("psutil")  # vLLM brings it
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM compiles its count of logprob ranks whatever --enforce-eager says
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",

@@ -15,24 +15,41 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not followed b
     """Writes a packed batch's KV. It knows no requests and no history: attention reads the pool itself.
 
     Attributes:
-        layer_kv: of each layer a view ``[2, num_slots, num_kv_heads * head_size]`` in the KV dtype: keys, then values.
+        layer_kv: of each layer a view ``[2, num_slots * num_kv_heads, head_size]`` in the KV dtype: keys, then values.
+        dtype, num_kv_heads: of the KV.
+        positions: ``[num_slots]`` int32 of the pool.
         slots: ``[num_tokens]`` int64, where the tokens of the step under way go; distinct.
     """
 
     def __init__(self, kv: KVCache) -> None:
         super().__init__(layers=[])
-        floats = kv.bits.view(kv.keys(0).dtype)
-        self.layer_kv = list(floats.view(kv.spec.num_layers, 2, *floats.shape[1:]))
-        self._planes = [tuple(both) for both in self.layer_kv]
+        spec, floats = kv.spec, kv.bits.view(kv.keys(0).dtype)
+        self.dtype, self.num_kv_heads, self.positions = floats.dtype, spec.num_kv_heads, kv.positions
+        self.layer_kv = list(floats.view(spec.num_layers, 2, -1, spec.head_size))
+        self._planes = list(zip(floats[::2], floats[1::2], strict=True))
+        self._row_size = floats.shape[2]
+        self._scratch = floats.new_empty(0)
         self.slots = torch.empty(0, dtype=torch.int64, device=kv.device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Scatters ``[1, num_kv_heads, num_tokens, head_size]``, rotated, into the step's slots."""
-        for plane, states in zip(self._planes[layer_idx], (key_states, value_states), strict=True):
-            plane.index_copy_(0, self.slots, states[0].transpose(0, 1).flatten(1))
+        keys, values = self._planes[layer_idx]
+        keys.index_copy_(0, self.slots, key_states.transpose(1, 2).reshape(-1, self._row_size))
+        values.index_copy_(0, self.slots, value_states.transpose(1, 2).reshape(-1, self._row_size))
         return key_states, value_states
+
+    def scratch(self, num_rows: int) -> Tensor:
+        """Memory for ``[2, num_rows, head_size]`` of one layer at a time, the same in all steps.
+
+        Fresh memory costs a page fault for every 4 KB.
+        """
+        head_size = self.layer_kv[0].shape[2]
+        size = 2 * num_rows * head_size
+        if size > len(self._scratch):
+            self._scratch = self._scratch.new_empty(2 * size)
+        return self._scratch[:size].view(2, num_rows, head_size)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Of no meaning here: positions are always given."""

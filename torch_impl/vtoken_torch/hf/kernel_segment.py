@@ -10,6 +10,7 @@ from vtoken_torch.hf.mass import MassBook
 from vtoken_torch.kernels.decode import paged_decode, token_mass
 from vtoken_torch.kernels.decode_workspace import DecodeWorkspace
 from vtoken_torch.kv_store import TorchKVStore
+from vtoken_torch.upload import upload
 
 __all__ = ["KernelSegment", "make_workspace"]
 
@@ -42,12 +43,14 @@ class KernelSegment:
         need: MassNeed | None,
     ) -> None:
         self.num_tokens = len(rows)
-        self._rows, self._query_positions, self._workspace = rows, query_positions, workspace
-        self._block_size = store.spec.block_size
+        self._query_positions, self._workspace = query_positions, workspace
+        spec = store.spec
+        self._block_size = spec.block_size
+        self._layer_shape = (2, -1, spec.block_size, spec.num_kv_heads, spec.head_size)
         tables, device = store.tables, store.cache.device
-        which = torch.tensor(rows, device=device)
+        self._rows = which = upload(rows, device)
         self._num_blocks = tables.num_blocks[which]
-        width = tables.block_table.shape[1] if need is None else int(self._num_blocks.max())  # waits for the device
+        width = tables.block_table.shape[1] if need is None else tables.most_blocks(rows)
         self._block_table = tables.block_table[which, :width]
         self._live_words = tables.live_words[which, :width]
         self._positions, self._mass = None, None
@@ -58,7 +61,7 @@ class KernelSegment:
             self._mass = torch.zeros(self._positions.shape, device=device)
 
     def attend(self, query: Tensor, kv: Tensor, scale: float) -> Tensor:
-        keys, values = kv.view(2, -1, self._block_size, kv.shape[2] // query.shape[2], query.shape[2])
+        keys, values = kv.view(self._layer_shape)
         q = query.transpose(0, 1).contiguous()
         out = torch.empty_like(q)
         work, logits = self._workspace, None

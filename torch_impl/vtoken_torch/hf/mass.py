@@ -12,6 +12,7 @@ from torch import Tensor
 from vtoken.policies.base import MassNeed
 from vtoken.policies.ranking import Choice
 from vtoken.types import Position
+from vtoken_torch.upload import upload
 
 __all__ = ["MassBook"]
 
@@ -41,19 +42,17 @@ class MassBook:
             more = self.masses.new_zeros(num_rows, num_layers, max(256, 2 * end) - capacity)
             self.masses = torch.cat((self.masses, more), dim=2)
 
-    def add(
-        self, rows: Sequence[int], queries: Tensor, positions: Tensor, masses: Tensor, num_queries: int = 1
-    ) -> None:
+    def add(self, rows: Tensor, queries: Tensor, positions: Tensor, masses: Tensor, num_queries: int = 1) -> None:
         """Adds mass that was expected.
 
         Args:
-            rows: ``r`` of them, distinct.
+            rows: ``[r]`` int64, distinct.
             queries: ``[r, kept]`` int64, positions of the queries whose rows are kept.
             positions: ``[r, n]``, who was attended to; a position may stand there twice.
             masses: ``[r, kept, n]`` float32; without a window one row, the queries' sum, decayed within the step.
             num_queries: of each row in this step: older sums decay as often.
         """
-        where = torch.tensor(rows, device=masses.device).unsqueeze(1)
+        where = rows.unsqueeze(1)
         if self.need.window:
             layers = queries % self.need.window
             self.masses[where, layers] = 0.0
@@ -71,7 +70,7 @@ class MassBook:
 
     def scores(self, row: int, positions: Sequence[Position]) -> tuple[list[float], list[list[float]]]:
         """``mass`` and ``mass_rows`` of a ``RequestView`` with these live positions."""
-        places = torch.tensor(positions, dtype=torch.int64, device=self.masses.device)
+        places = upload(positions, self.masses.device)
         mass = self._sums(row, places).tolist()
         if not self.need.rows:
             return mass, []
@@ -89,11 +88,11 @@ class MassBook:
         _, end = self._queries.get(row, (0, 0))
         is_known = positions < end  # they come first: positions ascend
         scores = _smoothed(scores.where(is_known, 0.0), positions, is_known, choice.smooth)
-        edges = torch.tensor(choice.spans, dtype=torch.int64, device=positions.device).flatten()
+        edges = upload(choice.spans, positions.device).flatten()
         may_die = (torch.searchsorted(edges, positions, right=True) % 2 == 1) & is_known
         order = scores.masked_fill(~may_die, torch.inf).sort(stable=True).indices[: choice.count]
-        victims = positions[order[may_die[order]]].sort().values
-        return [int(position) for position in victims.tolist()]
+        chosen = positions[order].where(may_die[order], -1).sort().values
+        return [int(position) for position in chosen.tolist() if position >= 0]  # the one wait for the device
 
     def _sums(self, row: int, positions: Tensor) -> Tensor:
         """``[n]`` float64; NaN where a token has no mass yet."""

@@ -1,22 +1,20 @@
 """A step over a packed batch: rows that decode first, then chunks. Index tensors are made here, once for all layers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from vtoken.policies.base import MassNeed
 from vtoken.serving.protocol import StepRow
-from vtoken_torch.device_tables import DeviceTables
 from vtoken_torch.hf.cache import PagedCache
 from vtoken_torch.hf.mass import MassBook
 from vtoken_torch.hf.segments import ChunkSegment, DecodeSegment, Segment
 from vtoken_torch.kv_store import TorchKVStore
+from vtoken_torch.upload import upload
 
-__all__ = ["MakeDecode", "StepPlan", "live_slots_of"]
-
-_WORD_BITS: Final = 32
+__all__ = ["MakeDecode", "StepPlan"]
 
 MakeDecode: TypeAlias = Callable[[Sequence[int], Tensor], Segment]
 """(rows, ``query_positions``) -> attention of rows that decode, where a kernel reads the tables itself."""
@@ -58,12 +56,12 @@ class StepPlan:
             [position for row in packed for position in range(row.start, row.start + len(row.token_ids))],
             [slot for row in packed for slot in row.slots],
         ]
-        self.token_ids, self.positions, self.slots = torch.tensor(host, dtype=torch.int64, device=device)
+        self.token_ids, self.positions, self.slots = upload(host, device)
         wanted = [last[row.row] for row in rows if row.sampling is not None]
-        self.sampled = torch.tensor(wanted, dtype=torch.int64, device=device)
+        self.sampled = upload(wanted, device)
         store.cache.positions.index_copy_(0, self.slots, self.positions.int())
         cache.slots = self.slots
-        self._layer_kv = cache.layer_kv
+        self._cache, self._layer_kv = cache, cache.layer_kv
         self._segments: list[Segment] = []
         kernel_rows = len(decodes) if make_decode else 0
         if make_decode and decodes:
@@ -73,8 +71,8 @@ class StepPlan:
     def attend(self, layer: int, query: Tensor, value: Tensor, scale: float, extras: dict[str, Any]) -> Tensor:
         kv = self._layer_kv[layer]
         if len(self._segments) == 1:
-            return self._segments[0].attend(query[0], kv, scale).unsqueeze(0)
-        heads, parts, first = query[0], [], 0
+            return self._segments[0].attend(query.squeeze(0), kv, scale).unsqueeze(0)
+        heads, parts, first = query.squeeze(0), [], 0
         for segment in self._segments:
             end = first + segment.num_tokens
             parts.append(segment.attend(heads[:, first:end], kv, scale))
@@ -92,26 +90,14 @@ class StepPlan:
         members = [row.row for row in (*decodes, *chunks)]
         if not members:
             return
-        slots, counts = live_slots_of(store.tables, members, store.spec.block_size)
-        positions, kv, num = store.cache.positions, self._layer_kv[0], len(decodes)
+        slots, counts = store.tables.find_live(members)
+        num = len(decodes)
         if decodes:
             live, lens = slots[: sum(counts[:num])], counts[:num]
             queries = self.positions[:num]
-            self._segments.append(DecodeSegment(members[:num], live, lens, positions, queries, kv, need))
+            self._segments.append(DecodeSegment(members[:num], live, lens, self._cache, queries, need))
         end = sum(segment.num_tokens for segment in self._segments)
         for row, live in zip(chunks, torch.split(slots, counts)[num:], strict=True):
             queries = self.positions[end : end + len(row.token_ids)]
-            self._segments.append(ChunkSegment(row.row, live, positions, queries, kv, need))
+            self._segments.append(ChunkSegment(row.row, live, self._cache, queries, need))
             end += len(queries)
-
-
-def live_slots_of(tables: DeviceTables, rows: Sequence[int], block_size: int) -> tuple[Tensor, list[int]]:
-    """Live slots of several rows, ``[total]`` int64, one row after another in physical order, and how many each has."""
-    which = torch.tensor(rows, device=tables.device)
-    num_blocks = int(tables.num_blocks[which].max())
-    words = tables.live_words[which, :num_blocks].unsqueeze(-1)
-    bits = words >> torch.arange(_WORD_BITS, dtype=torch.int32, device=tables.device) & 1
-    live = bits.flatten(2)[..., :block_size].bool()  # [rows, blocks, block_size]
-    firsts = tables.block_table[which, :num_blocks].long().unsqueeze(-1) * block_size
-    slots = firsts + torch.arange(block_size, device=tables.device)
-    return slots[live], live.sum((1, 2)).tolist()

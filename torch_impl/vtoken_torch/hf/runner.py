@@ -18,6 +18,7 @@ from vtoken_torch.hf.mass import MassBook
 from vtoken_torch.hf.plan import MakeDecode, StepPlan
 from vtoken_torch.hf.sampling import sample
 from vtoken_torch.kv_store import TorchKVStore
+from vtoken_torch.upload import upload
 
 __all__ = ["HFRunner"]
 
@@ -92,12 +93,12 @@ class HFRunner:
 
     @torch.inference_mode()
     def lowest(self, row: int, positions: Sequence[Position] | None, choice: Choice) -> list[Position]:
-        """``RanksOnDevice``: victims chosen where the mass lies; the live tokens are read from the store's tables."""
+        """``RanksOnDevice``: victims chosen where the mass lies; only they come to the host."""
         if positions is None:
-            live = self.store.cache.positions[self.store.tables.live_slots(row)]
-            candidates = live.long().sort().values
+            slots, _ = self.store.tables.find_live([row])
+            candidates = self.store.cache.positions[slots].long().sort().values
         else:
-            candidates = torch.tensor(positions, dtype=torch.int64, device=self.model.device)
+            candidates = upload(positions, self.model.device)
         return self._known_book().lowest(row, candidates, choice)
 
     @torch.inference_mode()

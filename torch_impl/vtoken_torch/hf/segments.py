@@ -1,7 +1,7 @@
 """Attention of parts of a packed batch over live tokens, in plain PyTorch: dead and unwritten slots are never read.
 
-Index tensors and masks are made once and serve all layers. Keys and values are never repeated for the query heads
-that share them.
+Index tensors and masks are made once and serve all layers. Keys and values are gathered head by head, so that a head's
+tokens lie side by side, and are never repeated for the query heads that share them.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from vtoken.policies.base import MassNeed
+from vtoken_torch.hf.cache import PagedCache
 from vtoken_torch.hf.mass import MassBook
+from vtoken_torch.upload import upload
 
 __all__ = ["ChunkSegment", "DecodeSegment", "Segment"]
 
@@ -29,7 +31,7 @@ class Segment(Protocol):
 
         Args:
             query: ``[num_query_heads, num_tokens, head_size]``.
-            kv: ``[2, num_slots, num_kv_heads * head_size]``, keys and values, the step's tokens written.
+            kv: a layer of ``PagedCache``, ``[2, num_slots * num_kv_heads, head_size]``, the step's tokens written.
             scale: of the logits.
 
         Returns:
@@ -43,17 +45,19 @@ class Segment(Protocol):
 
 
 class _Gather:
-    """Rows of some slots, read into the same memory in every layer: fresh memory costs a page fault for every 4 KB."""
+    """Keys and values of some slots, ``[rows, tokens]`` int64, one layer after another in the cache's scratch."""
 
-    def __init__(self, slots: Tensor, shape: tuple[int, int], kv: Tensor) -> None:
-        self._slots = slots
-        self._shape = shape
-        self._rows = kv.new_empty(2, len(slots), kv.shape[2])
+    def __init__(self, slots: Tensor, cache: PagedCache) -> None:
+        heads = torch.arange(cache.num_kv_heads, device=slots.device).unsqueeze(1)
+        where = slots.unsqueeze(1) * cache.num_kv_heads + heads  # [rows, num_kv_heads, tokens]
+        self._where = where.flatten()
+        self._gathered = cache.scratch(len(self._where))
+        self._keys, self._values = self._gathered.view(2, *where.shape, -1)
 
-    def __call__(self, kv: Tensor, head_size: int) -> Tensor:
-        """``[2, rows, num_kv_heads, tokens, head_size]`` for ``shape`` (rows, tokens)."""
-        torch.index_select(kv, 1, self._slots, out=self._rows)
-        return self._rows.view(2, *self._shape, -1, head_size).transpose(2, 3)
+    def __call__(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each ``[rows, num_kv_heads, tokens, head_size]``."""
+        torch.index_select(kv, 1, self._where, out=self._gathered)
+        return self._keys, self._values
 
 
 class DecodeSegment:
@@ -63,9 +67,8 @@ class DecodeSegment:
         rows: of the store's tables.
         slots: ``[total]`` int64, the live slots of the rows, one row after another, in any order within a row.
         counts: live tokens of each row.
-        positions: ``[num_slots]`` int32 of the pool.
+        cache: of the pool.
         query_positions: ``[len(rows)]`` int64.
-        kv: of any layer.
         need: collects mass.
     """
 
@@ -74,35 +77,35 @@ class DecodeSegment:
         rows: Sequence[int],
         slots: Tensor,
         counts: Sequence[int],
-        positions: Tensor,
+        cache: PagedCache,
         query_positions: Tensor,
-        kv: Tensor,
         need: MassNeed | None,
     ) -> None:
         self.num_tokens = len(rows)
-        self._rows, self._query_positions = rows, query_positions
-        device = slots.device
+        self._query_positions, device = query_positions, slots.device
         longest = max(counts)
         if min(counts) == longest:
-            index, self._mask = slots, None
+            index, self._mask = slots.view(len(rows), longest), None
         else:  # a padding place repeats the row's last live token: nothing unwritten is read, and the mask hides it
-            lens = torch.tensor(counts, device=device).unsqueeze(1)
+            lens = upload(counts, device).unsqueeze(1)
             places = torch.arange(longest, device=device)
-            index = slots[lens.cumsum(0) - lens + places.minimum(lens - 1)].flatten()
-            mask = torch.zeros(len(rows), longest, dtype=kv.dtype, device=device)
+            index = slots[lens.cumsum(0) - lens + places.minimum(lens - 1)]
+            mask = torch.zeros(len(rows), longest, dtype=cache.dtype, device=device)
             self._mask = mask.masked_fill_(places >= lens, -torch.inf)[:, None, None]
-        self._gather = _Gather(index, (len(rows), longest), kv)
+        self._gather = _Gather(index, cache)
         self._positions, self._mass = None, None
         if need is not None:
-            self._positions = positions[index].view(len(rows), longest)
+            self._rows = upload(rows, device)
+            self._positions = cache.positions[index]
             self._mass = torch.zeros(len(rows), longest, device=device)
 
     def attend(self, query: Tensor, kv: Tensor, scale: float) -> Tensor:
-        k, v = self._gather(kv, query.shape[2])
-        q = query.transpose(0, 1).unsqueeze(2)
-        if self._mass is None:
-            return _attend(q, k, v, self._mask, scale).squeeze(2)
-        weights, out = _weigh(q, k, v, self._mask, scale)
+        k, v = self._gather(kv)
+        q = query.transpose(0, 1)
+        if self._mass is None:  # the query heads of one KV head as so many queries: its keys are read once for all
+            grouped = q.reshape(len(q), k.shape[1], -1, q.shape[2])
+            return scaled_dot_product_attention(grouped, k, v, self._mask, scale=scale).reshape(q.shape)
+        weights, out = _weigh(q.unsqueeze(2), k, v, self._mask, scale)
         self._mass += weights.sum((1, 2))
         return out.squeeze(2)
 
@@ -118,9 +121,8 @@ class ChunkSegment:
     Args:
         row: of the store's tables.
         slots: ``[num_live_tokens]`` int64, any order.
-        positions: ``[num_slots]`` int32 of the pool.
+        cache: of the pool.
         query_positions: ``[num_tokens]`` int64.
-        kv: of any layer.
         need: collects mass.
     """
 
@@ -128,28 +130,30 @@ class ChunkSegment:
         self,
         row: int,
         slots: Tensor,
-        positions: Tensor,
+        cache: PagedCache,
         query_positions: Tensor,
-        kv: Tensor,
         need: MassNeed | None,
     ) -> None:
         self.num_tokens = count = len(query_positions)
-        self._row, self._query_positions = row, query_positions
-        self._gather = _Gather(slots, (1, len(slots)), kv)
-        self._positions = positions[slots]
+        self._query_positions = query_positions
+        self._gather = _Gather(slots.unsqueeze(0), cache)
+        self._positions = cache.positions[slots]
         hidden = self._positions > query_positions.unsqueeze(1)
-        self._mask = torch.zeros(hidden.shape, dtype=kv.dtype, device=slots.device).masked_fill_(hidden, -torch.inf)
+        self._mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=slots.device).masked_fill_(hidden, -torch.inf)
         self._weights, self._mass = None, None
         if need is not None:
+            self._row = upload([row], slots.device)
             self._weights = _query_weights(need, count, slots.device)
             self._mass = torch.zeros(len(self._weights), len(slots), device=slots.device)
 
     def attend(self, query: Tensor, kv: Tensor, scale: float) -> Tensor:
-        num_heads, count, head_size = query.shape
-        k, v = self._gather(kv, head_size)
+        num_heads, count, _ = query.shape
+        k, v = self._gather(kv)
         q = query.unsqueeze(0)
         if self._weights is None or self._mass is None:
-            return _attend(q, k, v, self._mask, scale)[0].transpose(0, 1)
+            is_shared = num_heads != k.shape[1]
+            out = scaled_dot_product_attention(q, k, v, self._mask, scale=scale, enable_gqa=is_shared)
+            return out[0].transpose(0, 1)
         out = torch.empty_like(q)
         step = max(1, _TILE // (num_heads * k.shape[2]))
         for first in range(0, count, step):
@@ -162,12 +166,7 @@ class ChunkSegment:
         if self._mass is not None:
             queries = self._query_positions[-len(self._mass) :].unsqueeze(0)
             masses = (self._mass / num_layers).unsqueeze(0)
-            book.add([self._row], queries, self._positions.unsqueeze(0), masses, self.num_tokens)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """``[rows, num_query_heads, num_queries, head_size]``, like ``q``."""
-    return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            book.add(self._row, queries, self._positions.unsqueeze(0), masses, self.num_tokens)
 
 
 def _weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -187,4 +186,4 @@ def _query_weights(need: MassNeed, num_queries: int, device: torch.device) -> Te
         kept = min(need.window, num_queries)
         return torch.eye(num_queries, device=device)[num_queries - kept :]
     age = torch.arange(num_queries - 1, -1, -1, device=device)
-    return torch.pow(torch.tensor(need.decay, device=device), age).unsqueeze(0)
+    return torch.pow(need.decay, age).unsqueeze(0)

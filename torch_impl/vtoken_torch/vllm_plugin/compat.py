@@ -8,18 +8,22 @@ from typing import Any
 
 from vtoken.errors import SpecError
 from vtoken_torch.vllm_plugin.capacity import draft_refusal
+from vtoken_torch.vllm_plugin.on_cuda import device_refusals
 from vtoken_torch.vllm_plugin.options import PluginOptions, usable_policy
 from vtoken_torch.vllm_plugin.touched import changes
 
 __all__ = [
+    "GPU_WORKER",
     "SCHEDULER",
     "SUPPORTED",
     "WORKER",
+    "check_start",
     "check_vllm",
     "config_refusals",
     "layer_refusals",
     "raise_all",
     "start_line",
+    "worker_class",
 ]
 
 SUPPORTED = ("0.32",)
@@ -27,6 +31,12 @@ SUPPORTED = ("0.32",)
 
 SCHEDULER = "vtoken_torch.vllm_plugin.scheduler.VTokenScheduler"
 WORKER = "vtoken_torch.vllm_plugin.worker.VTokenCPUWorker"
+GPU_WORKER = "vtoken_torch.vllm_plugin.worker_gpu.VTokenGPUWorker"
+
+
+def worker_class(device_type: str) -> str:
+    """``worker_cls`` for this device."""
+    return GPU_WORKER if device_type == "cuda" else WORKER
 
 
 def check_vllm() -> None:
@@ -45,6 +55,12 @@ def check_vllm() -> None:
     changed = changes()
     if changed:
         raise RuntimeError(f"vToken does not know this vLLM {version}: {'; '.join(changed)}: see docs/vllm.md")
+
+
+def check_start(vllm_config: Any) -> None:
+    """For workers: raises unless this vLLM is known, and its settings can work."""
+    check_vllm()
+    raise_all(config_refusals(vllm_config))
 
 
 _UNSET = "leave it unset"
@@ -73,8 +89,9 @@ def config_refusals(vllm_config: Any) -> list[str]:
             found.append(f"{what} ({path.rsplit('.', 1)[-1]}={_brief(value)}): {remedy}")
     if vllm_config.model_config.runner_type != "generate":
         found.append(f"{vllm_config.model_config.runner_type} models, which keep no KV cache: serve a generative model")
-    if vllm_config.device_config.device_type != "cpu":
-        found.append(f"device {vllm_config.device_config.device_type}, unproven here: use the CPU")
+    device = vllm_config.device_config.device_type
+    if device not in ("cpu", "cuda"):
+        found.append(f"device {device}, for which there is no worker: use the CPU")
     found.extend(_class_refusals(vllm_config))
     found.extend(_speculation_refusals(vllm_config))
     try:
@@ -84,7 +101,7 @@ def config_refusals(vllm_config: Any) -> list[str]:
     if options is None:
         return [*found, "no settings: give additional_config={'vtoken': {'policy': ..., 'kv_budget': ...}}"]
     found.extend(_copy_stream_refusals(options, vllm_config))
-    found.extend(_mass_refusals(options, vllm_config.device_config.device_type))
+    found.extend(device_refusals(options, vllm_config) if device == "cuda" else ())
     reason = draft_refusal(options.config) if vllm_config.speculative_config is not None else None
     return [*found, reason] if reason is not None else found
 
@@ -133,6 +150,7 @@ def start_line(options: PluginOptions, vllm_config: Any, block_size: int, num_bl
         f"when={config.when}",
         f"runner={'V2' if vllm_config.use_v2_model_runner else 'V1'}",
         f"copy_stream={options.copy_stream}",
+        f"signal_source={options.signal_source}",
         f"keep_prompt_cache={str(options.keep_prompt_cache).lower()}",
         f"drafts={'none' if speculation is None else speculation.method}",
         f"pool of {num_blocks - 1} blocks of {block_size}",
@@ -146,13 +164,15 @@ def start_line(options: PluginOptions, vllm_config: Any, block_size: int, num_bl
 def _switches(options: PluginOptions, vllm_config: Any) -> dict[str, str | None]:
     """What may be on or off -> why it is off; None where it is on."""
     config = options.config
-    recycling = "recycle=false" if not config.recycle else f"variant={config.variant}"
+    recycling = None if config.recycle else "recycle=false"
+    if config.variant != "vtoken" or options.is_lazy:
+        recycling = "mode=lazy" if options.is_lazy else f"variant={config.variant}"
     return {
         "metrics": None if options.metrics else "metrics=false",
         "online verification": None if options.verify else "verify=false",
         "timeline": None if options.timeline is not None else "timeline is not set",
         "prefix caching": None if vllm_config.cache_config.enable_prefix_caching else "enable_prefix_caching=False",
-        "recycling": None if config.recycle and config.variant == "vtoken" else recycling,
+        "recycling": recycling,
         "attention mass": (
             None
             if usable_policy(config.policy).signals
@@ -177,15 +197,6 @@ def _setting(vllm_config: Any, path: str) -> Any:
 def _brief(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _mass_refusals(options: PluginOptions, device_type: str) -> Iterator[str]:
-    policy = options.config.policy
-    if device_type != "cpu" and usable_policy(policy).signals:
-        yield (
-            f"policy={policy!r} on {device_type}: attention mass is collected by the CPU's attention alone, the kernel "
-            "that does it there is not written yet: use a policy without scores ('streaming_llm', 'random')"
-        )
 
 
 def _speculation_refusals(vllm_config: Any) -> Iterator[str]:
@@ -223,7 +234,7 @@ def _class_refusals(vllm_config: Any) -> Iterator[str]:
 
     for key, given, wanted in (
         ("scheduler_cls", vllm_config.scheduler_config.scheduler_cls, SCHEDULER),
-        ("worker_cls", vllm_config.parallel_config.worker_cls, WORKER),
+        ("worker_cls", vllm_config.parallel_config.worker_cls, worker_class(vllm_config.device_config.device_type)),
     ):
         owner = resolve_obj_by_qualname(given) if isinstance(given, str) and given != "auto" else given
         if not (isinstance(owner, type) and issubclass(owner, resolve_obj_by_qualname(wanted))):

@@ -34,6 +34,7 @@ class EngineDriver(Evictor):
         self.ledger = ledger
         self.requests = victims
         self.on_broken: Callable[[ReqId, Exception], None] | None = None
+        self.least_chunk: Callable[[ReqId, int], int] = lambda req_id, wanted: wanted  # of what it asks for (``Gate``)
         self.num_postponed = 0  # kills that waited for a free block to copy survivors into
         self._wrote: dict[ReqId, bool] = {}  # asked for victims in the next pass; whether after a prefill chunk
         self._asked: Mapping[ReqId, int] = {}
@@ -49,6 +50,10 @@ class EngineDriver(Evictor):
     def is_running(self, req_id: ReqId) -> bool:
         """Whether the request has a table."""
         return req_id in self._running
+
+    def is_chunk(self, req_id: ReqId, num_new: int) -> bool:
+        """Whether the last ``num_new`` tokens of a running request are no decode step: several, or of the prompt."""
+        return num_new > 1 or self.ledger.count(req_id) - num_new < self._running[req_id].prompt_len
 
     def trace_key(self, req_id: ReqId) -> int:
         """A running request's submission index."""
@@ -68,11 +73,7 @@ class EngineDriver(Evictor):
         if self.config.variant == "naive":
             self._unpacked.update(self._running)  # a block may be given back once another follows it
         self._recycle_or_kill()
-        for req_id in self._unpacked:
-            self.reclaim(req_id)
-            with self._errors_of(req_id):
-                self.ledger.check_packed(req_id)
-        self._unpacked.clear()
+        self._reclaim_all()
 
     def close_pass(self, num_scheduled: Mapping[ReqId, int]) -> None:
         """What vLLM scheduled; the counts that the ledger reads are those after this step."""
@@ -125,8 +126,7 @@ class EngineDriver(Evictor):
             self.on_broken(req_id, error)
 
     def _note_chunk(self, req_id: ReqId, num_new: int) -> None:
-        is_prompt = self.ledger.count(req_id) - num_new < self._running[req_id].prompt_len
-        self._wrote[req_id] = num_new > 1 or is_prompt
+        self._wrote[req_id] = self.is_chunk(req_id, num_new)
 
     def _drop(self, req_id: ReqId) -> None:
         self._wrote.pop(req_id, None)
@@ -218,6 +218,14 @@ class EngineDriver(Evictor):
         due = table.num_computed_tokens
         running.deaths.extendleft((due, victim) for victim in reversed(victims))
         self._mortal[req_id] = running
+
+    def _reclaim_all(self) -> None:
+        """Packs those that lost tokens in this pass."""
+        for req_id in self._unpacked:
+            self.reclaim(req_id)
+            with self._errors_of(req_id):
+                self.ledger.check_packed(req_id)
+        self._unpacked.clear()
 
     def _blocks_to_give(self, req_id: ReqId, running: Running) -> int:
         """Nothing while all that a request is to lose was postponed already."""

@@ -13,9 +13,16 @@ from vtoken_torch.vllm_plugin.ledger import Ledger
 from vtoken_torch.vllm_plugin.parts import SchedulerPart, WorkerPart
 from vtoken_torch.vllm_plugin.record import ATTRIBUTE, StepRecord
 
-__all__ = ["CopyReport", "FenceKeeper"]
+__all__ = ["CopyReport", "FenceKeeper", "copied_through"]
 
 _COPIED = "vtoken_copied"
+
+
+def copied_through(output: Any, result: Any) -> int:
+    """The last pass up to which all copies are done, as far as this result says. ``output``: the pass it answers."""
+    record: StepRecord = getattr(output, ATTRIBUTE)
+    done: int = getattr(result, _COPIED)
+    return min(done, record.number)
 
 
 class CopyReport(WorkerPart):
@@ -37,5 +44,4 @@ class FenceKeeper(SchedulerPart):
         self._ledger = ledger
 
     def result_came(self, output: Any, result: Any) -> None:
-        record: StepRecord = getattr(output, ATTRIBUTE)
-        self._ledger.copies_done(min(getattr(result, _COPIED), record.number))
+        self._ledger.copies_done(copied_through(output, result))

@@ -19,17 +19,9 @@ from vtoken_torch.vllm_plugin.options import PluginOptions
 __all__ = ["add_flags", "check_typos", "flag_of", "given_flags", "options_of"]
 
 _RENAMED = {"seed": "policy-seed"}  # vLLM has a --seed of its own
-_UNSERVED = (  # lazy mode's, which vLLM's kernels cannot serve: taken, so that the refusal says so, and not listed
-    "mode",
-    "regime",
-    "theta_fragmentation",
-    "source_utilization",
-    "min_source_blocks",
-    "low_watermark",
-    "cooldown_steps",
-    "headroom",
-)
-_CLOSE = 0.85  # a misspelt option of ours; no option of vLLM comes that near
+_UNSERVED = ("regime",)  # it follows from copy_stream: taken, so that the refusal says so, and not listed
+_UNGUESSED = (*_UNSERVED, "mode")  # vLLM has a --model
+_CLOSE = 0.85  # a misspelt option of ours; no other option of vLLM comes that near
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +53,7 @@ def options_of(settings: Mapping[str, Any]) -> PluginOptions:
 
 def check_typos(words: Sequence[str]) -> None:
     """Refuses a word that is nearly an option of ours: vLLM would refuse it too, but only once it is loaded."""
-    known = [flag_of(name) for name in _names() if name not in _UNSERVED]
+    known = [flag_of(name) for name in _names() if name not in _UNGUESSED]
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         close = difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE) if name.startswith("--") else []

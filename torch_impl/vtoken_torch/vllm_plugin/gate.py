@@ -28,6 +28,7 @@ class Gate:
     ) -> None:
         """``config_of``: a request's configuration as it stands; it changes when a policy fails."""
         self.capacity = capacity
+        self.headroom = capacity.headroom
         self._scheduler = scheduler
         self._manager = manager
         self._config_of = config_of
@@ -50,14 +51,17 @@ class Gate:
         prompt_len = request.num_prompt_tokens
         total_len = min(prompt_len + (request.max_tokens or 0), self.capacity.max_model_len)
         config = self._config_of(request.request_id)
-        return self.capacity.draft_refusal(config) or self.capacity.refusal(config, prompt_len, total_len)
+        return self.capacity.policy_refusal(config) or self.capacity.refusal(config, prompt_len, total_len)
 
     # -- the pool ----------------------------------------------------------------------------------------------------
 
     def num_promised(self, but: ReqId | None = None) -> int:
-        """Blocks that running requests still take for the tokens that they have; ``but``: one that is left out."""
+        """Blocks that running requests still take for the tokens that they have; ``but``: one that is left out.
+
+        The headroom is among them.
+        """
         held, size = self._manager.req_to_blocks, self.capacity.block_size
-        promised = 0
+        promised = self.headroom
         for request in self._scheduler.running:
             bound = self._bound(request.request_id)
             if bound.is_bounded and request.request_id != but:

@@ -26,11 +26,13 @@ class EvictingManager(FullAttentionManager):
     """Slots = logical tokens - dead tokens. ``num_evicted`` is written by the ledger, always before vLLM allocates.
 
     A request in ``recycling`` needs no block, and nothing of it may be hashed: its next token goes over a dead one.
+    ``num_dead`` is another dict only where dead tokens keep their slots (lazy mode).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_evicted: dict[ReqId, int] = {}
+        self.num_dead = self.num_evicted
         self.recycling: Container[ReqId] = ()
         self._hashes_parts = self.block_pool.hash_block_size != self.block_size  # of a block that is not full yet
         self.live_bound: Callable[[ReqId, int], int] | None = None  # (request, its tokens) -> most that live at once
@@ -113,7 +115,7 @@ class EvictingManager(FullAttentionManager):
         req_id = request.request_id
         if req_id in self.recycling:
             return
-        is_pure = not self.num_evicted.get(req_id, 0)
+        is_pure = not self.num_dead.get(req_id, 0)
         has_more = self.num_cached_block.get(req_id, 0) < num_tokens // self.block_size or self._hashes_parts
         if is_pure and has_more:
             super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
@@ -121,6 +123,7 @@ class EvictingManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Finish, abort and preemption pass here; a request that is rebuilt starts from nothing (SPEC Q-4)."""
         self.num_evicted.pop(request_id, None)
+        self.num_dead.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         blocks = blocks + self.parked.pop(request_id, [])
         return [] if self.hold_back is not None and self.hold_back(request_id, blocks) else blocks
@@ -149,5 +152,5 @@ class EvictableSpec(FullAttentionSpec):
         if options is None:
             return whole
         longest = vllm_config.model_config.max_model_len
-        live = LiveBound.of(options.config, longest, self.block_size).at(longest)
+        live = LiveBound.of(options.config, longest, self.block_size, self.block_size, options.mass_every).at(longest)
         return min(whole, int(cdiv(live, self.block_size) * self.page_size_bytes))

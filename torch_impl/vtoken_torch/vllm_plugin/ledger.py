@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vtoken.errors import InvariantError
+from vtoken.invariants import check_packed
 from vtoken.reclamation.plan import ReclamationPlan, TableView
 from vtoken.request_table import RequestTable
 from vtoken.token_table import TokenTable
@@ -75,7 +76,8 @@ class Ledger:
         self.recycling.pop(req_id, None)
         self._moved.pop(req_id, None)
         self.sharing.reserved.pop(req_id, None)
-        for part in (self._record.block_ids, self._record.num_evicted, self._record.recycles):
+        record = self._record
+        for part in (record.block_ids, record.num_evicted, record.recycles, record.live_words):
             part.pop(req_id, None)
 
     preempt = finish
@@ -108,6 +110,18 @@ class Ledger:
     def packed_positions(self, req_id: ReqId) -> "array[int]":
         """Which position lies at each packed index of what vLLM's kernels read, this step's tokens included."""
         return self.table(req_id).packed_positions()
+
+    def columns(self, req_id: ReqId) -> Sequence[int] | None:
+        """Where these stand in a row of attention mass; None: one after the other."""
+        return None
+
+    def num_used_slots(self, num_live: int, num_listed_again: int) -> int:
+        """Slots that hold a token which is live for some holder.
+
+        The layout is packed, so a block that stands in several lists is full of live tokens: each listing beyond the
+        first (``num_listed_again`` in all) takes its ``block_size`` live tokens off the sum over requests.
+        """
+        return num_live - num_listed_again * self.spec.block_size
 
     # -- what an Evictor drives --------------------------------------------------------------------------------------
 
@@ -171,7 +185,7 @@ class Ledger:
     def num_dead(self, req_id: ReqId) -> int:
         """Dead tokens of a request."""
         recycling = self.recycling.get(req_id)
-        return self.manager.num_evicted.get(req_id, 0) if recycling is None else recycling.num_dead_now
+        return self.manager.num_dead.get(req_id, 0) if recycling is None else recycling.num_dead_now
 
     def recycled(self, num_scheduled: Container[ReqId]) -> dict[ReqId, SlotId]:
         """Slots that the tokens of the pass that is closed take from dead ones. O(requests): for those who watch."""
@@ -235,6 +249,14 @@ class Ledger:
     def killable(self, req_id: ReqId, victims: Sequence[Position], may_copy: bool) -> Sequence[Position]:
         """Those of these victims whose deaths a plan can follow in this pass (``Sharing.killable``)."""
         return self.sharing.killable(self.table(req_id), victims, may_copy)
+
+    def check_layout(self, table: RequestTable) -> None:
+        """INV-4 at rest, for verification."""
+        check_packed(table)
+
+    def num_left_out(self, req_id: ReqId) -> int:
+        """Dead tokens that the workers' lengths and slots leave out: all of them."""
+        return self.num_dead(req_id)
 
     def check_packed(self, req_id: ReqId) -> None:
         """INV-4 before vLLM allocates: its kernels read the first ``num_live_tokens`` slots of the block list."""

@@ -21,10 +21,10 @@ NAMESPACE = "vtoken"
 # key -> (the values that this version can serve, what to do about any other)
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "copy_stream": (("compute", "own", "sync"), "give 'compute', 'own' or 'sync'"),
-    "mode": (("eager",), "vLLM's kernels read packed layouts alone; leave it out or give 'eager'"),
+    "signal_source": (("attention", "score_pass"), "give 'attention' or 'score_pass'"),
 }
 _PATHS = ("record_trace", "replay_trace", "timeline")
-_ENGINE_SWITCHES = ("verify", "metrics", "keep_prompt_cache")
+_ENGINE_SWITCHES = ("verify", "metrics", "keep_prompt_cache", "unproven_device")
 
 _OF_A_REQUEST = (
     "policy",
@@ -51,6 +51,7 @@ _FLAT = {
 _BUDGETS = ("kv_budget", "eviction_ratio")
 _FLAT_OF = {field: key for key, field in _FLAT.items()}
 _SWITCHES = ("off", "protect_prompt")
+_LARGEST = 2**63 - 1  # what vLLM can carry from one process to another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,9 @@ class PluginOptions:
         metrics: publish counters and gauges beside vLLM's own.
         keep_prompt_cache: leave the prompt's cached blocks in the prefix cache, copy survivors out of them.
         copy_stream: where copies run: ``compute``, ``own``, or ``sync``.
+        signal_source: attention mass of every query (``attention``), or of sampled ones (``score_pass``).
+        score_every: the score pass takes all prompt tokens, and of a decoding request one in that many.
+        unproven_device: start on CUDA, where nothing of the plugin has run yet.
     """
 
     config: VTokenConfig
@@ -76,6 +80,19 @@ class PluginOptions:
     metrics: bool = True
     keep_prompt_cache: bool = False
     copy_stream: str = "compute"
+    signal_source: str = "attention"
+    score_every: int = 8
+    unproven_device: bool = False
+
+    @property
+    def mass_every(self) -> int:
+        """Of a decoding request's queries, the mass of one in that many is collected."""
+        return self.score_every if self.signal_source == "score_pass" else 1
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether deaths only mark. The variants that move nothing have no mode."""
+        return self.config.mode == "lazy" and self.config.variant == "vtoken"
 
     def of_engine(self, index: int) -> Self:
         """The settings of one engine of several (data parallelism), which share no file: 0 keeps the names."""
@@ -114,13 +131,16 @@ class PluginOptions:
             raise SpecError(
                 f"regime={options['regime']!r}: it is {regime!r} with copy_stream={own['copy_stream']!r}; leave it out"
             )
+        own |= _scoring(options)
         own |= {key: _path(key, value) for key in _PATHS if (value := options.pop(key, None)) is not None}
         own |= {key: _switch(key, options.pop(key)) for key in _ENGINE_SWITCHES if key in options}
         config = VTokenConfig.from_mapping(options)
-        if own.get("keep_prompt_cache") and config.variant == "naive":
-            raise SpecError("keep_prompt_cache=True: the variant 'naive' copies nothing out; leave it out")
         usable_policy(config.policy)
-        return cls(config=config, **own)
+        made = cls(config=config, **own)
+        if made.keep_prompt_cache and (config.variant == "naive" or made.is_lazy):
+            who = "mode 'lazy'" if made.is_lazy else "the variant 'naive'"
+            raise SpecError(f"keep_prompt_cache=True: {who} copies nothing out; leave it out")
+        return made
 
 
 def request_config(extra_args: Mapping[str, Any] | None, default: VTokenConfig) -> VTokenConfig:
@@ -132,6 +152,9 @@ def request_config(extra_args: Mapping[str, Any] | None, default: VTokenConfig) 
     nested, flat = _given(extra_args or {})
     if not nested and not flat:
         return default
+    _check_sizes(flat or nested)
+    if flat.get("vtoken_budget") == 1:
+        raise SpecError("vtoken_budget=1: give a number of tokens of at least 2 (vLLM reads JSON's true as 1)")
     names = _FLAT_OF if flat else {}
     changes = {_FLAT[key]: value for key, value in flat.items()} if flat else dict(nested)
     switches = {key: _switch(names.get(key, key), changes.pop(key, False)) for key in _SWITCHES}
@@ -194,6 +217,17 @@ def _check_known(given: Mapping[str, Any], known: Mapping[str, str] | tuple[str,
         raise SpecError(f"{key}={given[key]!r}: unknown option, {hint}")
 
 
+def _check_sizes(given: Mapping[str, Any]) -> None:
+    def is_too_large(value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return any(map(is_too_large, value))
+        return isinstance(value, int) and not -_LARGEST <= value <= _LARGEST
+
+    for key, value in given.items():
+        if is_too_large(value):
+            raise SpecError(f"{key}={value!r}: give integers below 2**63")
+
+
 def _switch(key: str, value: object) -> bool:
     if value not in (0, 1) or not isinstance(value, int | float):  # JSON's true arrives as 1 through vllm_xargs
         raise SpecError(f"{key}={value!r}: give true or false")
@@ -237,6 +271,17 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
         if message.startswith(f"{field}="):
             return key + message[len(field) :]
     return message
+
+
+def _scoring(options: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of attention mass out of ``options``."""
+    given: dict[str, Any] = {key: options.pop(key) for key in ("signal_source", "score_every") if key in options}
+    every = given.get("score_every", 1)
+    if type(every) is not int or every < 1:
+        raise SpecError(f"score_every={every!r}: give an integer of at least 1")
+    if "score_every" in given and given.get("signal_source") != "score_pass":
+        raise SpecError(f"score_every={every!r}: only the score pass samples: give signal_source='score_pass' too")
+    return given
 
 
 def _path(key: str, value: object) -> Path:

@@ -4,7 +4,7 @@ Each is a part of its own and knows no other; ``assembly`` says which run. The s
 none of them costs anything while it is off.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vtoken.types import ReqId
@@ -47,6 +47,9 @@ class WorkerPart:
     acts = True
     reports = True
     reads_kv = True
+
+    def requests_left(self, req_ids: Collection[ReqId]) -> None:
+        """The step begins. These are gone, or begin from nothing; its record may speak of them anew."""
 
     def before_moves(self, record: StepRecord) -> None:
         """The step begins; no copy and no write of it has happened yet."""

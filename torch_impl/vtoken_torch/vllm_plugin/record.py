@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from vtoken.types import BlockId, Position, ReqId, SlotId
 from vtoken_torch.vllm_plugin.verify.changes import PassChanges
 
-__all__ = ["ATTRIBUTE", "MASS_ATTRIBUTE", "Recycles", "StepRecord"]
+__all__ = ["ATTRIBUTE", "MASS_ATTRIBUTE", "LiveWords", "Recycles", "StepRecord"]
 
 ATTRIBUTE = "vtoken_record"
 """Name under which the record hangs on vLLM's ``SchedulerOutput``; it is pickled with it."""
@@ -32,6 +32,20 @@ class Recycles:
     slots: "array[int]"
 
 
+@dataclass(frozen=True, slots=True)
+class LiveWords:
+    """Which slots of a request hold a live token, in lazy mode: of some of its blocks.
+
+    Attributes:
+        first: index of the first of these blocks in the request's block list.
+        words: one for each block; bit o is set if slot o is live, or still unwritten: what is appended there
+            later needs no word.
+    """
+
+    first: int
+    words: tuple[int, ...]
+
+
 @dataclass
 class StepRecord:
     """Carried out before anything else in the step; empty fields cost nothing.
@@ -43,6 +57,8 @@ class StepRecord:
         num_evicted: for requests where it changed: dead tokens, so that packed index = position - num_evicted.
         recycles: for requests whose next tokens go over dead ones, from this step on. A step says nothing of it while
             it goes on.
+        live_words: in lazy mode, words that changed; slots of which nothing was said are live. All words of a request
+            are told when its block list is, none of them if it has no hole any more.
         mass: for requests of this step whose policy needs attention mass: of how many queries at most, each in a row
             of its own; 0: of all of them in one sum (``MassNeed.window``).
         verify: in verification mode, what the pass did to each token.
@@ -54,5 +70,6 @@ class StepRecord:
     block_ids: dict[ReqId, list[BlockId]] = field(default_factory=dict)
     num_evicted: dict[ReqId, int] = field(default_factory=dict)
     recycles: dict[ReqId, Recycles] = field(default_factory=dict)
+    live_words: dict[ReqId, LiveWords] = field(default_factory=dict)
     mass: dict[ReqId, int] = field(default_factory=dict)
     verify: PassChanges | None = None

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vtoken_torch.vllm_plugin.compat import config_refusals, layer_refusals, raise_all
 from vtoken_torch.vllm_plugin.kv_spec import EvictableSpec
+from vtoken_torch.vllm_plugin.on_cuda import backend_refusals
 from vtoken_torch.vllm_plugin.rows import StepRows
 from vtoken_torch.vllm_plugin.worker_side import WorkerSide
 
@@ -49,7 +50,10 @@ class EvictingRunner:
         """The model's specs under our type, so that blocks are counted by our manager; refuses what cannot work."""
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
-        raise_all([*config_refusals(self.vllm_config), *layer_refusals(specs, layers)])
+        found = [*config_refusals(self.vllm_config), *layer_refusals(specs, layers)]
+        if self.vllm_config.device_config.device_type != "cpu":
+            found += backend_refusals(layers.values())
+        raise_all(found)
         return {name: EvictableSpec.wrap(spec) for name, spec in specs.items()}
 
     def show_face(self) -> None:

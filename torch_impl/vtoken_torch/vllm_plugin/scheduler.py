@@ -19,10 +19,12 @@ from vtoken.trace import TraceWriter, VictimTrace
 from vtoken.types import ReqId
 from vtoken_torch.vllm_plugin.assembly import scheduler_parts
 from vtoken_torch.vllm_plugin.capacity import Capacity
-from vtoken_torch.vllm_plugin.compat import WORKER, check_vllm, config_refusals, raise_all, start_line
+from vtoken_torch.vllm_plugin.compat import check_vllm, config_refusals, raise_all, start_line, worker_class
 from vtoken_torch.vllm_plugin.driver import EngineDriver
 from vtoken_torch.vllm_plugin.gate import Gate
 from vtoken_torch.vllm_plugin.kv_spec import EvictingManager
+from vtoken_torch.vllm_plugin.lazy.driver import LazyDriver
+from vtoken_torch.vllm_plugin.lazy.ledger import LazyLedger
 from vtoken_torch.vllm_plugin.ledger import Ledger
 from vtoken_torch.vllm_plugin.naive import NaiveLedger
 from vtoken_torch.vllm_plugin.options import PluginOptions
@@ -76,13 +78,15 @@ class VTokenScheduler(Scheduler):
         self._victims = RequestVictims(config, replay, record)
         self._may_prefill = False  # whether a running request may ask for more than the token of a decode step
         self._drafts: dict[ReqId, int] = {}  # speculative tokens of the pass whose result is awaited
-        ledger = (NaiveLedger if config.variant == "naive" else Ledger)(manager, self.requests, self._num_settled)
+        books, driver = _books_and_driver(options)
+        ledger = books(manager, self.requests, self._num_settled)
         if options.copy_stream == "own":
             ledger.fence_frees()
         ledger.pool.keeps_hashed = options.keep_prompt_cache
-        self.vtoken = EngineDriver(config, ledger, self._victims)
-        capacity = Capacity.of(self.vllm_config, config, ledger.pool.num_blocks)
+        self.vtoken = driver(config, ledger, self._victims)
+        capacity = Capacity.of(self.vllm_config, options, ledger.pool.num_blocks)
         self.gate = Gate(self, manager, capacity, self._config_of)
+        self.vtoken.least_chunk = self.gate.least_chunk
         self._last_alone: tuple[ReqId, int] | None = None  # who was preempted with nobody beside it, at what length
         self._submitted: dict[ReqId, _Submitted] = {}
         self._num_submitted = 0
@@ -201,7 +205,8 @@ class VTokenScheduler(Scheduler):
             found.append(f"{len(managers)} KV cache groups: serve a model all of whose layers have full attention")
         elif not isinstance(managers[0], EvictingManager) and not any("worker_cls" in reason for reason in found):
             kept_by = type(managers[0]).__name__
-            found.append(f"blocks kept by {kept_by}, which evicts nothing: set worker_cls={WORKER!r}")
+            ours = worker_class(self.vllm_config.device_config.device_type)
+            found.append(f"blocks kept by {kept_by}, which evicts nothing: set worker_cls={ours!r}")
         return found
 
     def _num_settled(self, req_id: ReqId) -> int:
@@ -251,13 +256,14 @@ class VTokenScheduler(Scheduler):
             return False  # nobody asks
         pool, num_running = self.vtoken.ledger.pool, len(self.running)
         free = pool.num_free + pool.num_in_flight
+        headroom = self.gate.headroom
         is_head_waiting = bool(self.waiting) and num_running < self.max_num_active_reqs
-        if not is_head_waiting and free >= num_running + sum(num_wanted.values()) // self.block_size:
+        if not is_head_waiting and free - headroom >= num_running + sum(num_wanted.values()) // self.block_size:
             return False  # a block for each, and those that chunks fill
         least = {req_id: self.gate.least_chunk(req_id, count) for req_id, count in num_wanted.items()}
         free -= self.vtoken.num_blocks_wanted(least)
-        if free < 0 or not is_head_waiting:
-            return free < 0
+        if free < headroom or not is_head_waiting:
+            return free < headroom
         return not self.gate.can_start(self.waiting.peek_request(), free)
 
     def _config_of(self, req_id: ReqId) -> VTokenConfig:
@@ -282,6 +288,12 @@ class VTokenScheduler(Scheduler):
             self._last_alone = alone
         if reason is not None:
             self.fail({head.request_id: reason})
+
+
+def _books_and_driver(options: PluginOptions) -> tuple[type[Ledger], type[EngineDriver]]:
+    if options.is_lazy:
+        return LazyLedger, LazyDriver
+    return NaiveLedger if options.config.variant == "naive" else Ledger, EngineDriver
 
 
 def _without_drafts(output: SchedulerOutput) -> Mapping[ReqId, int]:

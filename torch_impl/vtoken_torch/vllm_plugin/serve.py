@@ -16,7 +16,7 @@ from vtoken.cli import Command
 from vtoken.errors import SpecError
 from vtoken.report import check_output
 from vtoken_torch.vllm_plugin import ENABLE
-from vtoken_torch.vllm_plugin.compat import SCHEDULER, WORKER
+from vtoken_torch.vllm_plugin.compat import GPU_WORKER, SCHEDULER, WORKER
 from vtoken_torch.vllm_plugin.options import NAMESPACE, PluginOptions
 
 __all__ = ["command", "serve_flags", "vllm_serve"]
@@ -56,7 +56,12 @@ def serve_flags(settings: Mapping[str, Any], additional_config: Mapping[str, Any
         additional_config: what else ``additional_config`` holds.
     """
     config = json.dumps({**(additional_config or {}), NAMESPACE: settings})
-    return ["--scheduler-cls", SCHEDULER, "--worker-cls", WORKER, "--additional-config", config]
+    return ["--scheduler-cls", SCHEDULER, "--worker-cls", _worker(settings), "--additional-config", config]
+
+
+def _worker(settings: Mapping[str, Any]) -> str:
+    """Without the switch a GPU is refused, by the CPU's class: which device there is, vLLM alone can tell."""
+    return GPU_WORKER if settings.get("unproven_device") else WORKER
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,9 +93,9 @@ def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
     if any(word.partition("=")[0] in ("--help", "-h") for word in theirs):
         return [*ours, *theirs]
     check_typos(ours)
-    _check_classes(arguments, (*ours, *theirs))
     additional = _additional_config(arguments.additional_config)
     settings = _settings(arguments, additional)
+    _check_classes(arguments, (*ours, *theirs), _worker(settings))
     _check_files(options_of(settings))
     return [*ours, *theirs, *serve_flags(settings, additional)]
 
@@ -101,10 +106,10 @@ def _split(rest: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(rest[:where]), list(rest[where + 1 :])
 
 
-def _check_classes(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
+def _check_classes(arguments: argparse.Namespace, rest: Sequence[str], worker: str) -> None:
     for flag, given, ours in (
         ("--scheduler-cls", arguments.scheduler_cls, SCHEDULER),
-        ("--worker-cls", arguments.worker_cls, WORKER),
+        ("--worker-cls", arguments.worker_cls, worker),
     ):
         if given not in (None, ours):
             raise SpecError(f"{flag} {given}: vtoken serve sets {ours} there: leave it out, or start `vllm serve`")

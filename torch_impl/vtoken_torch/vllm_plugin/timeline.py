@@ -96,7 +96,7 @@ class Timeline(SchedulerPart):
             self._copying[record.number] = now
         for req_id in output.finished_req_ids:
             self._end(now, req_id)  # of those that never ran nobody else tells
-        for req_id in (*filter(record.num_evicted.get, record.num_evicted), *record.recycles):
+        for req_id in (*filter(record.num_evicted.get, record.num_evicted), *record.recycles, *record.live_words):
             if req_id in self._untouched:
                 self._untouched.discard(req_id)
                 self._note(now, req_id, "trigger")

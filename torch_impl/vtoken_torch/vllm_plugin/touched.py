@@ -17,6 +17,8 @@ __all__ = ["ATTRIBUTES", "METHODS", "changes"]
 
 _CORE, _WORKER = "vllm.v1.core", "vllm.v1.worker"
 
+_ON_GPU = ("flash_attn:FlashAttention", "triton_attn:TritonAttention")  # the backends that are served there
+
 METHODS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager": (
         (
@@ -73,6 +75,7 @@ METHODS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec": (("max_memory_usage_bytes", ("vllm_config",)),),
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry": (("_ensure_registered", ()),),
     f"{_WORKER}.cpu_worker:CPUWorker": (("init_device", ()),),
+    f"{_WORKER}.gpu_worker:Worker": (("init_device", ()), ("_make_model_runner", ())),
     f"{_WORKER}.gpu_model_runner:GPUModelRunner": (
         ("get_kv_cache_spec", ()),
         ("_update_states", ("scheduler_output",)),
@@ -96,11 +99,17 @@ METHODS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("compute_slot_mapping", ("num_reqs", "query_start_loc", "positions")),
     ),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": (
-        ("forward", ("layer", "query", "key", "value", "kv_cache", "attn_metadata")),
+        ("forward", ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")),
     ),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": (
-        ("__init__", ("query_start_loc", "seq_lens", "block_table")),
+        ("__init__", ("query_start_loc", "seq_lens", "block_table", "scheduler_metadata")),
     ),
+    **{
+        f"vllm.v1.attention.backends.{where}Impl": (
+            ("forward", ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")),
+        )
+        for where in _ON_GPU
+    },
     "vllm.sampling_params:SamplingParams": (("_verify_extra_args", ()),),
     "vllm.v1.engine.input_processor:InputProcessor": (
         ("__init__", ("vllm_config",)),
@@ -230,8 +239,35 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "seq_lens",
         "seq_lens_cpu_upper_bound",
     ),
-    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": ("logits_soft_cap", "scale", "sinks"),
-    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": ("block_table", "query_start_loc", "seq_lens"),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": (
+        "head_size",
+        "kv_cache_dtype",
+        "logits_soft_cap",
+        "num_heads",
+        "num_kv_heads",
+        "scale",
+        "sinks",
+    ),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata": (
+        "block_table",
+        "causal",
+        "query_start_loc",
+        "scheduler_metadata",
+        "seq_lens",
+    ),
+    **{
+        f"vllm.v1.attention.backends.{where}Impl": ("head_size", "logits_soft_cap", "scale", "sinks")
+        for where in _ON_GPU
+    },
+    **{
+        f"vllm.v1.attention.backends.{where}Metadata": (
+            "block_table",
+            "num_actual_tokens",
+            "query_start_loc",
+            "seq_lens",
+        )
+        for where in _ON_GPU
+    },
 }
 
 

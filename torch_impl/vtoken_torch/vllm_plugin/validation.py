@@ -53,8 +53,8 @@ def _wrap(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 def _with_checked_settings(verify: Any) -> Any:
     def verify_with_vtoken(self: Any) -> None:
+        request_config(self.extra_args, _default)  # first, since it names the field
         verify(self)
-        request_config(self.extra_args, _default)
 
     return verify_with_vtoken
 
@@ -114,7 +114,7 @@ def _capacity(input_processor: Any) -> Capacity | None:
     if options is None or not num_blocks:
         return None
     input_processor.vtoken_capacity = Capacity.of(
-        vllm_config, options.config, num_blocks // _num_engines(vllm_config.parallel_config)
+        vllm_config, options, num_blocks // _num_engines(vllm_config.parallel_config)
     )
     return input_processor.vtoken_capacity  # type: ignore[no-any-return]
 

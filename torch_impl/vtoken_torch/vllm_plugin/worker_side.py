@@ -79,12 +79,12 @@ class WorkerSide:
     def begin_step(self, output: SchedulerOutput) -> StepRecord:
         """Moves first, before the runner zeroes, copies or hands out blocks that this step's plans gave back."""
         record: StepRecord = getattr(output, ATTRIBUTE)
+        self._forget(output)
         for part in self.parts:
             part.before_moves(record)
         self.copies.run(record)
         for part in self.parts:
             part.after_moves(record)
-        self._forget(output)
         if record.num_evicted:
             self._num_evicted.update(record.num_evicted)
             for req_id in record.num_evicted:
@@ -126,7 +126,11 @@ class WorkerSide:
             output.scheduled_cached_reqs.resumed_req_ids,
             started and [request.req_id for request in started],
         ):
-            for req_id in req_ids or ():
+            if not req_ids:
+                continue
+            for req_id in req_ids:
                 self._num_evicted.pop(req_id, None)
                 self.recycles.pop(req_id, None)
                 self.changed.add(req_id)
+            for part in self.parts:
+                part.requests_left(req_ids)

@@ -1,11 +1,12 @@
 """Attention mass of chosen queries, from the keys in vLLM's CPU cache. Plain torch; index tensors serve all layers.
 
 A query's mass row: its attention to each token that it sees, summed over query heads. Tokens lie in packed order, so
-that a request's first ``seq_len`` slots are all live, and those of a chunk come last, in order.
+that a request's first ``seq_len`` slots are all live, and those of a chunk come last, in order. In lazy mode some of
+them may be dead: they have columns too, and no mass.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch
 
 from vtoken.types import ReqId, cdiv
 
-__all__ = ["Ask", "ChunkRows", "DecodeRows", "Heads", "KeyReader", "MassRows", "rows_of"]
+__all__ = ["Ask", "ChunkRows", "DecodeRows", "Heads", "KeyReader", "MassRows", "Metadata", "ReadsKeys", "rows_of"]
 
 _TILE = 1 << 18  # logits of one head at once: a chunk's memory stays bounded, whatever the context
 
@@ -48,8 +49,16 @@ class Metadata(Protocol):
     block_table: torch.Tensor
 
 
+class ReadsKeys(Protocol):
+    """Reads keys by block."""
+
+    def read(self, cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+        """float32 ``[len(block_ids), num_kv_heads, head_size, block_size]``."""
+        ...
+
+
 class KeyReader:
-    """Reads keys by block. ``offsets``: ``[block_size, head_size]``, where K's elements lie in a (block, head)."""
+    """Of the CPU's cache. ``offsets``: ``[block_size, head_size]``, where K's elements lie in a (block, head)."""
 
     def __init__(self, offsets: torch.Tensor) -> None:
         self.block_size, self._head_size = offsets.shape
@@ -57,7 +66,7 @@ class KeyReader:
         self._gather = None if torch.equal(offsets.T, by_columns) else offsets.T
 
     def read(self, cache: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
-        """float32 ``[len(block_ids), num_kv_heads, head_size, block_size]``."""
+        """As ``ReadsKeys`` has it."""
         size = self.block_size * self._head_size
         keys = cache.view(*cache.shape[:2], 2 * size)[..., :size].index_select(0, block_ids)
         if self._gather is not None:
@@ -75,7 +84,7 @@ class MassRows(ABC):
     masses: torch.Tensor
 
     @abstractmethod
-    def add(self, query: torch.Tensor, cache: torch.Tensor, reader: KeyReader, heads: Heads) -> None:
+    def add(self, query: torch.Tensor, cache: torch.Tensor, reader: ReadsKeys, heads: Heads) -> None:
         """Adds a layer. ``query``: ``[num_tokens, num_query_heads, head_size]`` of the whole batch."""
 
     @abstractmethod
@@ -86,7 +95,9 @@ class MassRows(ABC):
 class DecodeRows(MassRows):
     """One query each: all requests at once, as a ragged batch of blocks."""
 
-    def __init__(self, asks: Sequence[Ask], metadata: Metadata, block_size: int) -> None:
+    def __init__(
+        self, asks: Sequence[Ask], metadata: Metadata, block_size: int, dead: Mapping[int, torch.Tensor]
+    ) -> None:
         rows = torch.tensor([ask.row for ask in asks])
         self._req_ids = [ask.req_id for ask in asks]
         self._tokens = metadata.query_start_loc[rows].long()
@@ -98,15 +109,22 @@ class DecodeRows(MassRows):
         self._block_ids = metadata.block_table[rows[self._owner], ordinal].long()
         self._last = counts.cumsum(0) - 1  # the blocks that are not full
         self._hidden = (torch.arange(block_size) >= (lens - (counts - 1) * block_size)[:, None])[:, None]
+        first_slots = ((counts.cumsum(0) - counts) * block_size).tolist()
+        in_rows = [first + dead[ask.row] for ask, first in zip(asks, first_slots, strict=True) if ask.row in dead]
+        slots = torch.cat(in_rows) if in_rows else None
+        self._dead = None if slots is None else (slots // block_size, slots % block_size)  # blocks, offsets
         self.masses = torch.zeros(len(self._owner), block_size)
 
-    def add(self, query: torch.Tensor, cache: torch.Tensor, reader: KeyReader, heads: Heads) -> None:
+    def add(self, query: torch.Tensor, cache: torch.Tensor, reader: ReadsKeys, heads: Heads) -> None:
         """Softmax over a request's blocks: by block first, then brought together by its owner."""
         keys = reader.read(cache, self._block_ids)
         num_blocks, num_kv_heads, head_size, block_size = keys.shape
         queries = query[self._tokens].float().view(len(self._tokens), num_kv_heads, -1, head_size) * heads.scale
         logits = heads.capped(queries.index_select(0, self._owner) @ keys).view(num_blocks, -1, block_size)
         logits[self._last] = logits[self._last].masked_fill_(self._hidden, -torch.inf)
+        if self._dead is not None:
+            blocks, offsets = self._dead
+            logits[blocks, :, offsets] = -torch.inf
         top = logits.new_full((len(self._tokens), logits.shape[1]), -torch.inf)
         top.scatter_reduce_(0, self._owner[:, None].expand(-1, logits.shape[1]), logits.amax(-1), "amax")
         if heads.sinks is not None:
@@ -130,17 +148,17 @@ class DecodeRows(MassRows):
 class ChunkRows(MassRows):
     """The last queries of one request's chunk: all of them for a sum, else the window's."""
 
-    def __init__(self, ask: Ask, metadata: Metadata, block_size: int) -> None:
+    def __init__(self, ask: Ask, metadata: Metadata, block_size: int, dead: torch.Tensor | None) -> None:
         start, self._end = metadata.query_start_loc[ask.row : ask.row + 2].tolist()
         length = int(metadata.seq_lens[ask.row])
         num_queries = min(ask.window, self._end - start) if ask.window else self._end - start
         self._req_id, self._is_sum = ask.req_id, not ask.window
         self._block_ids = metadata.block_table[ask.row, : cdiv(length, block_size)].long()
-        self._tiles = list(self._tiled(num_queries, length))
+        self._tiles = list(self._tiled(num_queries, length, dead))
         self.masses = torch.zeros(1 if self._is_sum else num_queries, length)
 
     @staticmethod
-    def _tiled(num_queries: int, length: int) -> Sequence[tuple[int, int, torch.Tensor]]:
+    def _tiled(num_queries: int, length: int, dead: torch.Tensor | None) -> Sequence[tuple[int, int, torch.Tensor]]:
         """(first query, last query + 1, what each must not see); queries count from the first that is asked for."""
         size = max(1, _TILE // length)
         tiles = []
@@ -148,10 +166,12 @@ class ChunkRows(MassRows):
             last = min(first + size, num_queries)
             num_seen = length - num_queries + last
             hidden = torch.ones(last - first, num_seen, dtype=torch.bool).triu(num_seen - (last - first) + 1)
+            if dead is not None:
+                hidden[:, dead[dead < num_seen]] = True
             tiles.append((first, last, hidden))
         return tiles
 
-    def add(self, query: torch.Tensor, cache: torch.Tensor, reader: KeyReader, heads: Heads) -> None:
+    def add(self, query: torch.Tensor, cache: torch.Tensor, reader: ReadsKeys, heads: Heads) -> None:
         """A plain masked softmax, tile by tile."""
         keys = reader.read(cache, self._block_ids).permute(1, 2, 0, 3).flatten(2)  # [kv heads, head size, slots]
         num_queries = self._tiles[-1][1]
@@ -172,12 +192,14 @@ class ChunkRows(MassRows):
         return {self._req_id: masses}
 
 
-def rows_of(asks: Sequence[Ask], metadata: Metadata, block_size: int) -> list[MassRows]:
-    """The work of one step."""
-    starts = metadata.query_start_loc.tolist()
+def rows_of(
+    asks: Sequence[Ask], metadata: Metadata, block_size: int, dead: Mapping[int, torch.Tensor] | None = None
+) -> list[MassRows]:
+    """The work of one step. ``dead``: dead slots in table order, by row of the batch, where a row has some."""
+    dead, starts = dead or {}, metadata.query_start_loc.tolist()
     single = [ask for ask in asks if starts[ask.row + 1] - starts[ask.row] == 1]
-    rows: list[MassRows] = [DecodeRows(single, metadata, block_size)] if single else []
-    return rows + [ChunkRows(ask, metadata, block_size) for ask in asks if ask not in single]
+    rows: list[MassRows] = [DecodeRows(single, metadata, block_size, dead)] if single else []
+    return rows + [ChunkRows(ask, metadata, block_size, dead.get(ask.row)) for ask in asks if ask not in single]
 
 
 def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -98,11 +98,7 @@ class Readings(SchedulerPart):
         return Blocks(total, free, total - free - in_flight, in_flight)
 
     def usage(self, num_held: int) -> Usage:
-        """How well ``num_held`` blocks are used. O(requests).
-
-        The layout is packed, so a block that stands in several lists is full of live tokens: each listing beyond the
-        first takes its ``block_size`` live tokens off the sum, and neither need nor gain changes.
-        """
+        """How well ``num_held`` blocks are used. O(requests)."""
         size, count = self._manager.block_size, self._driver.ledger.count
         num_dead, parked = self._driver.ledger.num_dead, self._manager.parked
         num_live = num_listed = num_spare = 0
@@ -114,7 +110,7 @@ class Readings(SchedulerPart):
             num_spare += max(0, listed - cdiv(live, size))
         if not num_held:
             return Usage(num_live, 0.0, num_spare)
-        used = (num_live - (num_listed - num_held) * size) / (num_held * size)
+        used = self._driver.ledger.num_used_slots(num_live, num_listed - num_held) / (num_held * size)
         return Usage(num_live, min(max(0.0, 1 - used), 1.0), num_spare)
 
     def values(self) -> Values:

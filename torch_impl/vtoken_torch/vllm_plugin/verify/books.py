@@ -97,6 +97,13 @@ class PoolNow:
         extra = self.fenced.count(block_id) + (block_id in self._aside)
         return int(self._pool.blocks[block_id].ref_cnt) - extra
 
+    def block_hash(self, block_id: BlockId) -> object:
+        """What the prefix cache finds the block by, or None."""
+        return self._pool.blocks[block_id].block_hash
+
+    def is_aside(self, block_id: BlockId) -> bool:
+        return block_id in self._aside
+
     def is_private(self, block_id: BlockId) -> bool:
         block = self._pool.blocks[block_id]
         num_holders = block.ref_cnt - (block_id in self._aside)  # a fence counts: a copy may still read the block

@@ -23,6 +23,7 @@ class Changes:
         moves: copies of tokens that live on.
         first_new: the first position that joins; ``new_slots`` are the slots from there on.
         num_cached: so many of the new ones have their KV already (prefix cache); the step writes the others.
+        num_left_out: dead tokens that lengths and slots leave out from this step on.
     """
 
     is_start: bool
@@ -31,6 +32,7 @@ class Changes:
     first_new: Position
     new_slots: list[SlotId]
     num_cached: int
+    num_left_out: int
 
 
 @dataclass

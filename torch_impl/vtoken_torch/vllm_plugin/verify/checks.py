@@ -1,4 +1,4 @@
-"""The scheduler's half of verification: tables, record and vLLM's pool against INV-2 and INV-4 to INV-8, each pass."""
+"""The scheduler's half of verification: tables, record and vLLM's pool against INV-2 to INV-8, each pass."""
 
 import logging
 from collections import Counter, deque
@@ -15,16 +15,18 @@ from vtoken.invariants import (
     check_holders,
     check_launch,
     check_mapping,
-    check_packed,
     check_writes,
 )
 from vtoken.reclamation.plan import ReclamationPlan
 from vtoken.request_table import RequestTable
 from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, ReqId, SlotId
+from vtoken_torch.vllm_plugin.fences import copied_through
 from vtoken_torch.vllm_plugin.parts import SchedulerPart
 from vtoken_torch.vllm_plugin.record import ATTRIBUTE, StepRecord
 from vtoken_torch.vllm_plugin.verify.books import VllmBooks
 from vtoken_torch.vllm_plugin.verify.changes import FINDINGS, Changes, Finding, PassChanges
+from vtoken_torch.vllm_plugin.verify.visibility import BusyBlocks
+from vtoken_torch.vllm_plugin.verify.words import ToldWords
 
 if TYPE_CHECKING:
     from vtoken_torch.vllm_plugin.scheduler import VTokenScheduler
@@ -41,13 +43,15 @@ class _Seen:
     """One request as a pass left it."""
 
     num_computed: int
+    num_left_out: int
     block_ids: frozenset[BlockId]
     slots: dict[Position, SlotId]
 
     @classmethod
     def of(cls, table: RequestTable) -> Self:
         slots = {table.position_at(index): table.slot_at(index) for index in table.live_table_slots()}
-        return cls(table.num_computed_tokens, frozenset(table.block_ids), slots)
+        num_computed = table.num_computed_tokens
+        return cls(num_computed, num_computed - table.cursor, frozenset(table.block_ids), slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class OnlineChecks(SchedulerPart):
         self._scheduler = scheduler
         self._ledger = scheduler.vtoken.ledger
         self._block_size = self._ledger.spec.block_size
+        self._busy = BusyBlocks(self._block_size)  # fills up in regime ``fenced`` alone
+        self._told = ToldWords()
         self._seen: dict[ReqId, _Seen] = {}
         self._gone: list[ReqId] = []
         self._broken: dict[ReqId, str] = {}  # and why
@@ -107,6 +113,8 @@ class OnlineChecks(SchedulerPart):
                     self._check_recycled(req_id, changes[req_id], recycled.get(req_id))
         self._check_moves(record, before, changes)
         self._check_written(record, changes)
+        if self._ledger.pool.is_fenced:
+            self._busy.add(record, {req_id: seen.block_ids for req_id, seen in before.items()}, self.books.now())
         self._check_pool()
         sound = {req_id: made for req_id, made in changes.items() if req_id not in self._broken}
         record.verify = PassChanges(sound, self._gone, recycled.keys() & sound.keys())
@@ -117,6 +125,8 @@ class OnlineChecks(SchedulerPart):
     def result_came(self, output: Any, result: Any) -> None:
         """Takes in what the workers found; then broken requests end, before vLLM reads their tokens."""
         self._step = getattr(output, ATTRIBUTE).number
+        if self._ledger.pool.is_fenced:
+            self._busy.done(copied_through(output, result))
         findings = [each for each in getattr(result, FINDINGS, ()) if each.req_id in self._scheduler.requests]
         for finding in findings:
             self._report(finding, [finding.req_id])
@@ -127,6 +137,7 @@ class OnlineChecks(SchedulerPart):
     def request_left(self, req_id: ReqId, is_finished: bool) -> None:
         """Nothing more is checked of it."""
         self._seen.pop(req_id, None)
+        self._told.forget(req_id)
         self._gone.append(req_id)
         if is_finished:
             self._broken.pop(req_id, None)
@@ -136,13 +147,14 @@ class OnlineChecks(SchedulerPart):
     def _check_table(self, table: RequestTable, record: StepRecord) -> None:
         req_id, manager = table.req_id, self._ledger.manager
         check_counts(table)
-        dead = table.num_evicted_tokens
-        for what, count in (
-            ("dead tokens in the block manager", self._ledger.num_dead(req_id)),
-            ("dead tokens in the record", _num_dead_told(table, record)),
+        dead, left_out = table.num_evicted_tokens, table.num_computed_tokens - table.cursor
+        for what, expected, count in (
+            ("dead tokens in the block manager", dead, self._ledger.num_dead(req_id)),
+            ("dead tokens that lengths leave out", left_out, self._ledger.num_left_out(req_id)),
+            ("dead tokens in the record", left_out, _num_left_out_told(table, record)),
         ):
-            if count != dead:
-                raise Violation(8, req_id, what, dead, count)
+            if count != expected:
+                raise Violation(8, req_id, what, expected, count)
         check_mapping(table)
         block_ids = [block.block_id for block in manager.req_to_blocks[req_id]]
         if block_ids != table.block_ids:
@@ -150,7 +162,8 @@ class OnlineChecks(SchedulerPart):
         told = record.block_ids.get(req_id, block_ids)
         if told != block_ids[: len(told)]:
             raise Violation(2, req_id, "block list in the record", block_ids, told)
-        check_packed(table)
+        self._ledger.check_layout(table)
+        self._told.check(table, record)
 
     @staticmethod
     def _check_recycled(req_id: ReqId, made: Changes, slot: SlotId | None) -> None:
@@ -204,10 +217,11 @@ class OnlineChecks(SchedulerPart):
                 check_writes(req_id, written, now, size)
 
     def _check_pool(self) -> None:
-        """INV-2 between requests and INV-6. Each turn takes one block out of circulation, so that this ends."""
+        """INV-2 between requests, INV-3 and INV-6. Each turn takes one block out of circulation, so that this ends."""
         while True:
             now = self.books.now()
             try:
+                self._busy.check(now)
                 check_holders(now.holders, now)
                 check_accounting(now.holders, now)
             except Violation as violation:
@@ -274,16 +288,17 @@ class OnlineChecks(SchedulerPart):
             num_known = len(self._ledger.manager.req_to_blocks[req_id]) - num_new
             record.block_ids[req_id] = [NULL_BLOCK_ID] * num_known
             record.recycles.pop(req_id, None)
+            record.live_words.pop(req_id, None)  # its lengths leave out all of them
             num_scheduled = output.num_scheduled_tokens[req_id]
             record.num_evicted[req_id] = self._scheduler.requests[req_id].num_computed_tokens - num_scheduled
 
 
-def _num_dead_told(table: RequestTable, record: StepRecord) -> int:
-    """What the workers are told of a request's dead tokens; where they are told nothing, what they know."""
+def _num_left_out_told(table: RequestTable, record: StepRecord) -> int:
+    """How many tokens the workers are told to leave out; where they are told nothing, what they know."""
     recycles = record.recycles.get(table.req_id)
     if recycles is not None:
         return recycles.num_dead + table.num_computed_tokens - recycles.first
-    return record.num_evicted.get(table.req_id, table.num_evicted_tokens)
+    return record.num_evicted.get(table.req_id, table.num_computed_tokens - table.cursor)
 
 
 def _num_written(output: Any, req_id: ReqId) -> int:
@@ -304,7 +319,8 @@ def _changes(req_id: ReqId, before: _Seen | None, now: _Seen, num_written: int) 
     moves = [Move(p, src, now.slots[p]) for p, src in old.items() if now.slots.get(p, src) != src]
     dead = [position for position in old if position not in now.slots]
     new_slots = [now.slots[position] for position in new]
-    return Changes(before is None, dead, moves, first_new, new_slots, max(0, len(new_slots) - num_written))
+    num_cached = max(0, len(new_slots) - num_written)
+    return Changes(before is None, dead, moves, first_new, new_slots, num_cached, now.num_left_out)
 
 
 def _survivors(

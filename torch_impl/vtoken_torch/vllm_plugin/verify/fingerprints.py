@@ -1,4 +1,4 @@
-"""The workers' half of verification: fingerprints of KV in vLLM's cache, in stream order (INV-1, INV-2, INV-8)."""
+"""The workers' half of verification: fingerprints of KV in vLLM's cache, in stream order (INV-1, 2, 3, 8)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +14,7 @@ from vtoken_torch.fingerprint import kv_fingerprints, sequence_sums
 from vtoken_torch.vllm_plugin.parts import WorkerPart
 from vtoken_torch.vllm_plugin.record import StepRecord
 from vtoken_torch.vllm_plugin.verify.changes import FINDINGS, Changes, Finding, PassChanges
+from vtoken_torch.vllm_plugin.verify.visibility import StepOrder
 
 if TYPE_CHECKING:
     from vtoken_torch.vllm_plugin.worker_side import WorkerSide
@@ -32,12 +33,13 @@ class _Known:
     Attributes:
         slots: ``[capacity]`` int64 by position; -1 is a dead token, or none.
         prints: ``[2, capacity]`` int64, fingerprints of tokens under both salts.
+        num_left_out: dead tokens that the worker must leave out of lengths and slots.
     """
 
     def __init__(self) -> None:
         self.slots = torch.full((64,), _NOWHERE, dtype=torch.int64)
         self.prints = torch.zeros(2, 64, dtype=torch.int64)
-        self.num_dead = 0
+        self.num_left_out = 0
 
     def live(self) -> Tensor:
         """Live positions, ascending."""
@@ -46,7 +48,7 @@ class _Known:
     def apply(self, made: Changes) -> None:
         """One pass. Fingerprints of its new tokens follow after the forward."""
         self.slots[made.dead] = _NOWHERE
-        self.num_dead += len(made.dead)
+        self.num_left_out = made.num_left_out
         for position, _, dst in made.moves:
             self.slots[position] = dst
         end = made.first_new + len(made.new_slots)
@@ -77,12 +79,14 @@ class Fingerprints(WorkerPart):
         self._before: dict[ReqId, dict[Position, tuple[int, int]]] = {}
         self._sums: dict[ReqId, Tensor] = {}
         self._findings: list[Finding] = []
+        self._order = StepOrder(lambda: side.num_moved_tokens)
         self._canary_print: Tensor | None = None
 
     # -- in stream order ---------------------------------------------------------------------------------------------
 
     def before_moves(self, record: StepRecord) -> None:
         """Reads what is about to be moved."""
+        self._findings += self._order.begins(record)
         self._changes = record.verify or PassChanges()
         for req_id in self._changes.gone:
             self._known.pop(req_id, None)
@@ -97,6 +101,7 @@ class Fingerprints(WorkerPart):
 
     def after_moves(self, record: StepRecord) -> None:
         """Reads it again where it must be, before anything is written; lays canaries where this step writes."""
+        self._findings += self._order.copied(record)
         after = self._read_moved(lambda move: move.dst_slot)
         for req_id, found in after.items():
             self._check_kept(req_id, self._before[req_id], found, "after its copy")
@@ -112,8 +117,12 @@ class Fingerprints(WorkerPart):
         if to_write:
             self._side.mover.fill(to_write, _CANARY)
 
+    def before_forward(self, req_ids: Sequence[ReqId]) -> None:
+        self._order.forward(req_ids)
+
     def after_forward(self, req_ids: Sequence[ReqId], result: Any) -> None:
         """Takes the new tokens in, and checks the sequences that a recycle changed."""
+        self._order.forward(())
         self._take_in_new()
         self._check_recycled()
         self._check_counts(req_ids)
@@ -196,9 +205,9 @@ class Fingerprints(WorkerPart):
         if not self._side.any_evicted or not req_ids:
             return
         for req_id, num_dead in zip(req_ids, self._side.runner.rows.dead_on_host.tolist(), strict=True):
-            if req_id in self._changes.requests and num_dead != self._known[req_id].num_dead:
+            if req_id in self._changes.requests and num_dead != self._known[req_id].num_left_out:
                 what = "dead tokens that the worker leaves out"
-                self._find(Finding(8, req_id, what, str(self._known[req_id].num_dead), str(num_dead)))
+                self._find(Finding(8, req_id, what, str(self._known[req_id].num_left_out), str(num_dead)))
 
     def _read_all(self) -> None:
         """Every live token of every request: what was hit beside the one that was found?"""
