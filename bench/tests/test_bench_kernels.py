@@ -16,6 +16,7 @@ from vtoken_torch.kernels import aot
 from vtoken_torch.kernels.aot import MachineCode, Verdict
 
 KEPT = Path(__file__).parents[1] / "results" / "kernels_aot.json"
+DOCS = Path(__file__).parents[2] / "docs" / "torch.md"
 CODE = MachineCode(112, 0, 0, 41_984, 33, 1, 0, 32)
 
 
@@ -64,6 +65,32 @@ def test_the_kept_record_is_good_and_in_form() -> None:
         "controls": sum(row["control"] is not None for row in record["rows"]),
         "failed": 0,
     }
+
+
+def test_the_table_in_the_docs_is_the_record_s() -> None:
+    lines = DOCS.read_text().partition("| kernel, shape |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = kept()["rows"]
+    for name, *figures in (line.strip("| ").split(" | ") for line in lines):
+        kernel, _, shape = name.replace(" (byte path)", "").partition(" ")
+        same = [row for row in rows if row["kernel"] == f"{kernel}_kernel" and row["shape"].startswith(shape)]
+        same = [row for row in same if row["shape"] == same[0]["shape"]]
+        assert len(same) == len(aot.ARCHITECTURES), name
+        each = [str(row["registers"]) for row in same]
+        registers = "/".join(each if len(set(each)) > 1 else each[:1])
+        shared = max(row["shared_bytes"] for row in same) / 1024
+        least = [str(min(row[key] for row in same)) for key in ("wide_loads", "wide_stores", "tensor_core")]
+        spills = str(max(row["spills"] for row in same))
+        assert figures == [registers, spills, f"{shared:.1f}" if shared else "0", *least], name
+    assert len(lines) > 10
+
+
+@pytest.mark.parametrize("arch", [f"sm_{arch}" for arch in aot.ARCHITECTURES])
+def test_without_logits_the_kernel_has_no_store_of_them_and_no_memory_for_them(arch: str) -> None:
+    rows = {row["shape"]: row for row in kept()["rows"] if (row["kernel"], row["arch"]) == ("split_kernel", arch)}
+    mass, plain = rows["bf16 32/8 D128 BS16"], rows["bf16 32/8 no logits"]
+    assert plain["wide_stores"] < mass["wide_stores"]
+    assert plain["shared_bytes"] < mass["shared_bytes"]
+    assert plain["wide_loads"] == mass["wide_loads"]
 
 
 def test_one_case_is_compiled_for_all_architectures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

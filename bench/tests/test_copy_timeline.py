@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,17 @@ def test_copies_run_behind_the_forward_beside_sampling_and_before_the_next_write
         assert any(fence.start < move.start and fence.end >= move.end for fence in fences)
 
 
-def test_the_same_picture_is_drawn_each_time_and_the_docs_have_one():
+def test_the_same_picture_is_drawn_each_time_and_it_is_the_one_in_the_docs():
     picture = copy_timeline("svg")
     assert copy_timeline("svg") == picture
-    assert b"</svg>" in PICTURE.read_bytes()
+    assert b"</svg>" in picture
+    if drawn_by(picture) == drawn_by(PICTURE.read_bytes()):  # each release places text a little differently
+        assert picture == PICTURE.read_bytes()
+
+
+def drawn_by(picture):
+    (release,) = re.findall(rb"Matplotlib v[\d.]+", picture)[:1]
+    return release
 
 
 def test_other_formats_are_refused():

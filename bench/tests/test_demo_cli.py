@@ -70,13 +70,21 @@ def test_the_comparison_inside_vllm_comes_first_and_a_block_leaked_there_fails_t
     out = capsys.readouterr().out
 
     assert out.startswith("Inside vLLM: 16 requests of 512 + 256 tokens to tiny [bold], a pool of 100 blocks of 32")
-    order = ["2,800", pressure_record["about_naive"], "Every block is back", "tiny-llama goes on with", "Same bytes:"]
+    order = [
+        "2,800",
+        pressure_record["about_naive"],
+        "Every block is back",
+        "tiny-llama goes on with",
+        "Its KV replayed:",
+        "Same bytes:",
+    ]
     assert sorted(order, key=out.index) == order
     assert json.loads((tmp_path / "report.json").read_text())["serving"] == pressure_record
 
     pressure_record["summary"]["leaked_blocks"] = 1
     assert main([*small, "--out", str(tmp_path)]) == 1
-    assert "1 blocks leaked." in capsys.readouterr().out
+    assert '<p class="bad">Leaked blocks: 1.</p>' in (tmp_path / "report.html").read_text()
+    assert "Leaked blocks: 1." in capsys.readouterr().out
 
 
 def test_all_executors_and_other_policies_on_a_file(demo: Callable[..., int], tmp_path: Path) -> None:

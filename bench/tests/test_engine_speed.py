@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -33,3 +35,10 @@ def test_the_ratio_is_theirs_over_ours_pair_by_pair(monkeypatch: pytest.MonkeyPa
     assert (speed.ours_us.low, speed.ours_us.high) == (10, 20)
     assert (speed.theirs_us.low, speed.theirs_us.high) == (5, 20)
     assert (speed.speed_ratio.low, speed.speed_ratio.median, speed.speed_ratio.high) == (0.5, 1, 2)
+
+
+def test_the_command_has_a_line_for_each_length(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert engine_speed.main(["--model", str(tiny_folder), "--batch", "2", "--live", "9", "20", "--steps", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["9"] * 3 + ["20"] * 3
+    assert all(float(line.split("[")[0].split()[-1]) > 0 for line in lines)

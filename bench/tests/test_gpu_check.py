@@ -58,21 +58,26 @@ MUTANTS = {
     "fingerprint": "check_copies.fingerprint, 'SALTS', (0, 1)",
     "streams": "CUDACopyEngine, 'launch', lambda self, src, dst, after: launch(self, dst, src, after)",
     "graph": "check_graph, 'graphed', lambda work, ground: work() or (lambda: None)",
+    "jax decode": "check_jax, 'paged_decode', lambda q, k, v, *rest, **static: decode(q, k, k, *rest, **static)",
+    "conformance jax": "kv_store, 'write_tokens', lambda *args: write(*args[:3], args[3][:, ::-1])",
+    "engine": "kernel_segment, 'paged_decode', lambda *args, out, **kwargs: out.zero_()",
     "time decode": "time_decode, 'paged_decode', lambda *args, out, **kwargs: out.zero_()",
     "time copy": "time_moves, 'move_tokens', lambda *args, **kwargs: None",
 }
 PROGRAM = f"""
 import os, sys
 os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-from vtoken_bench.gpu_check import check_copies, check_decode, check_graph, time_decode, time_moves
+from vtoken_bench.gpu_check import check_copies, check_decode, check_graph, check_jax, time_decode, time_moves
 from vtoken_bench.gpu_check.step import STEPS
 from vtoken_bench.gpu_check.worker import run_step
 from vtoken_torch.copy_engine import CUDACopyEngine
-launch = CUDACopyEngine.launch
+from vtoken_torch.hf import kernel_segment
+from vtoken_jax import kv_store
+launch, decode, write = CUDACopyEngine.launch, check_jax.paged_decode, kv_store.write_tokens
 for name, mutant in {MUTANTS!r}.items():
     kept = [(owner, dict(vars(owner))) for owner in
-            (check_decode, check_copies.move, check_copies.fingerprint, CUDACopyEngine, check_graph,
-             time_decode, time_moves)]
+            (check_decode, check_copies.move, check_copies.fingerprint, CUDACopyEngine, check_graph, check_jax,
+             kv_store, kernel_segment, time_decode, time_moves)]
     eval(f"setattr({{mutant}})")
     outcome = run_step(next(step for step in STEPS if step.name == name), True)
     print(f"{{name}}|{{outcome.status}}|{{outcome.findings[:1]}}")
@@ -84,6 +89,7 @@ for name, mutant in {MUTANTS!r}.items():
 
 
 def test_a_broken_kernel_engine_or_table_fails_its_step():
+    pytest.importorskip("jax")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     said = dict(line.split("|")[:2] for line in done.stdout.splitlines())

@@ -90,7 +90,7 @@ def test_leaks_and_unequal_repeats_are_said() -> None:
 
     assert record["summary"]["leaked_blocks"] == 9
     assert not record["summary"]["same_schedule_in_every_repeat"]
-    assert any("9 blocks leaked" in line for line in pressure_lines(record))
+    assert any("Leaked blocks: 9." in line for line in pressure_lines(record))
     assert any("should not depend on the clock" in line for line in pressure_lines(record))
 
 
@@ -98,8 +98,9 @@ def test_the_lines_say_what_blocks_allow_what_bounds_it_and_whom_naive_favours(p
     policy, about_naive, leaks = pressure_lines(pressure_record)
 
     assert policy == (
-        "streaming_llm: 2.00x native, 1.50x naive. Native takes 2.00x its steps, naive 1.50x: the gain that the blocks "
-        "allow. A step, with more requests in it, takes 1.00x native's time and 1.00x naive's. "
+        "streaming_llm: vtoken serves 2.00x the tokens/s of native and 1.50x the tokens/s of naive. It needs fewer "
+        "steps, native 2.00x as many and naive 1.50x: the gain that the blocks allow. With more requests in it, one of "
+        "its steps takes 1.00x native's time and 1.00x naive's. "
         "At most 8 of 16 requests ran at once: the pool bounds it."
     )
     assert "reads live slots only" in about_naive

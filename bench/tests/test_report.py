@@ -157,7 +157,9 @@ def test_the_page_shows_what_vllm_served(
 
     assert "Inside vLLM" in page
     assert all(f"<td>{cell}</td>" in page for cell in ("2,800", "7.1", "123,456", "1704.5", "105.0"))
-    assert "As to naive: " + pressure_record["about_naive"].replace("'", "&#39;") in page
+    assert pressure_record["about_naive"].replace("'", "&#39;") in page
+    assert "<b>3.6 → 7.1</b> requests at once" in page
+    assert '<p class="good">Every block is back in the pool.</p>' in page
 
 
 def test_without_vllm_the_page_says_nothing_of_it(

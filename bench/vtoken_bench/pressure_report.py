@@ -13,7 +13,7 @@ from vtoken.report import environment
 from vtoken_bench.pressure import NATIVE, Load, Outcome, Setup
 from vtoken_bench.timing import Spread
 
-__all__ = ["SCHEMA", "load_line", "make_record", "pressure_lines", "pressure_table", "print_pressure"]
+__all__ = ["SCHEMA", "leak_line", "load_line", "make_record", "pressure_lines", "pressure_table", "print_pressure"]
 
 SCHEMA = "vtoken/bench-pressure/1"
 
@@ -47,7 +47,7 @@ _FIRST_TO_GO = (
 """What a narrow table leaves out, one after the other. The record has all of it."""
 
 _ABOUT_NAIVE = (
-    "naive's attention reads live slots only, which favours it; it pays for moves that a real one would not make, "
+    "Naive's attention reads live slots only, which favours it; it pays for moves that a real one would not make, "
     "which burdens it."
 )
 _COUNTED = (
@@ -140,19 +140,24 @@ def pressure_lines(record: Mapping[str, Any]) -> list[str]:
     """What the table says, in words: the gain of each policy, and what bounds it."""
     lines = []
     for policy, ratio in record["ratios"].items():
-        gains = ", ".join(_gain(ratio[f"vtoken_{other}"], other) for other in (NATIVE, "naive"))
+        gains = " and ".join(_gain(ratio[f"vtoken_{other}"], other) for other in (NATIVE, "naive"))
         lines.append(
-            f"{policy}: {gains}. Native takes {ratio['fewer_steps']:.2f}x its steps, naive "
-            f"{ratio['fewer_steps_naive']:.2f}x: the gain that the blocks allow. A step, with more requests in it, "
-            f"takes {ratio['dearer_step']:.2f}x native's time and {ratio['dearer_step_naive']:.2f}x naive's. "
-            f"{_bound(record, policy)}"
+            f"{policy}: vtoken serves {gains}. It needs fewer steps, native {ratio['fewer_steps']:.2f}x as many and "
+            f"naive {ratio['fewer_steps_naive']:.2f}x: the gain that the blocks allow. With more requests in it, one "
+            f"of its steps takes {ratio['dearer_step']:.2f}x native's time and {ratio['dearer_step_naive']:.2f}x "
+            f"naive's. {_bound(record, policy)}"
         )
     lines.append(record["about_naive"])
-    leaked = record["summary"]["leaked_blocks"]
-    lines.append(f"{leaked} blocks leaked." if leaked else "Every block is back in the pool.")
+    lines.append(leak_line(record))
     if not record["summary"]["same_schedule_in_every_repeat"]:
         lines.append("Repeats differ in what the scheduler did, which should not depend on the clock: see rows.")
     return lines
+
+
+def leak_line(record: Mapping[str, Any]) -> str:
+    """Whether the pools were whole at the end."""
+    leaked = record["summary"]["leaked_blocks"]
+    return f"Leaked blocks: {leaked}." if leaked else "Every block is back in the pool."
 
 
 def _ratios(policy: str, rounds: Rounds) -> dict[str, Any]:
@@ -204,7 +209,8 @@ def _bound(record: Mapping[str, Any], policy: str) -> str:
 
 def _gain(figure: Mapping[str, Any], other: str) -> str:
     low, high = figure["spread"]
-    return f"{figure['value']:.2f}x {other}" + (f" ({low:.2f} to {high:.2f})" if low != high else "")
+    spread = f" ({low:.2f} to {high:.2f})" if low != high else ""
+    return f"{figure['value']:.2f}x{spread} the tokens/s of {other}"
 
 
 def _cell(row: Mapping[str, Any], figure: str) -> str:

@@ -22,6 +22,14 @@ def watch(inner, spec, **options):
     return executor
 
 
+def begin(inner, spec, num_tokens, **options):
+    """Watched, with a request "a" of so many tokens."""
+    executor = watch(inner, spec, **options)
+    executor.admit("a")
+    executor.append("a", num_tokens, kv(spec, num_tokens))
+    return executor
+
+
 def test_it_is_an_executor_itself(checked, spec):
     as_executor: Executor = checked
     assert (as_executor.name, as_executor.spec) == ("reference", spec)
@@ -87,9 +95,7 @@ def test_a_legal_call_that_is_refused_is_a_mismatch(spec):
         def doom(self, req_id, positions):
             raise SpecError("not today")
 
-    executor = watch(Strict(), spec)
-    executor.admit("a")
-    executor.append("a", 2, kv(spec, 2))
+    executor = begin(Strict(), spec, 2)
     with pytest.raises(Mismatch, match=r"T-1: doom is legal here: .* got SpecError: not today"):
         executor.doom("a", [0])
 
@@ -99,9 +105,7 @@ def test_an_error_of_the_executor_itself_passes_through(spec):
         def kill(self, req_id, positions):
             raise ZeroDivisionError
 
-    executor = watch(Crashing(), spec)
-    executor.admit("a")
-    executor.append("a", 2, kv(spec, 2))
+    executor = begin(Crashing(), spec, 2)
     with pytest.raises(ZeroDivisionError):
         executor.kill("a", [0])
 
@@ -112,9 +116,7 @@ def test_a_mismatch_tells_the_number_of_the_call_and_what_differs(spec):
             super().kill(req_id, positions)
             return []
 
-    executor = watch(Forgetful(), spec)
-    executor.admit("a")
-    executor.append("a", 2, kv(spec, 2))
+    executor = begin(Forgetful(), spec, 2)
     with pytest.raises(Mismatch) as caught:
         executor.kill("a", [0])
     assert caught.value.step == 3
@@ -154,9 +156,7 @@ class _WrongBytes(ReferenceExecutor):
 
 def test_bytes_are_compared_every_nth_call_and_counts_always(spec):
     for check_every, step in ((1, 3), (4, 4), (5, 5)):
-        executor = watch(_WrongBytes(), spec, check_every=check_every)
-        executor.admit("a")
-        executor.append("a", 2, kv(spec, 2))
+        executor = begin(_WrongBytes(), spec, 2, check_every=check_every)
         with pytest.raises(Mismatch, match="KV bytes of position 0") as caught:
             executor.doom("a", [1]) or executor.advance() or executor.advance()
         assert caught.value.step == step
@@ -168,9 +168,7 @@ def test_counts_are_compared_even_between_the_full_checks(spec):
             super().doom(req_id, positions)
             self.tables[req_id].num_live_tokens -= 1
 
-    executor = watch(Miscounting(), spec, check_every=1000)
-    executor.admit("a")
-    executor.append("a", 2, kv(spec, 2))
+    executor = begin(Miscounting(), spec, 2, check_every=1000)
     with pytest.raises(Mismatch, match="T-1: live tokens of request 'a': expected 2, got 1"):
         executor.doom("a", [1])
 
@@ -202,9 +200,7 @@ def test_a_missing_plan_is_a_mismatch(checked, spec, planner):
 
 
 def test_evacuation_is_judged_by_the_share_that_the_driver_uses(spec):
-    executor = watch(ReferenceExecutor(), spec, source_utilization=0.25)
-    executor.admit("a")
-    executor.append("a", 13, kv(spec, 13))
+    executor = begin(ReferenceExecutor(), spec, 13, source_utilization=0.25)
     executor.kill("a", [0, 1, 2, 4, 5])
     planner = get_planner("evacuate")
     plan = planner.plan(executor.table_view("a"), executor.pool_view())
@@ -217,9 +213,7 @@ def test_blocks_that_never_come_back_are_a_mismatch(spec):
         def reap(self):
             return []
 
-    executor = watch(Hoarding(), replace(spec, regime="fenced"))
-    executor.admit("a")
-    executor.append("a", 6, kv(spec, 6))
+    executor = begin(Hoarding(), replace(spec, regime="fenced"), 6)
     executor.kill("a", range(4))
     executor.launch(get_planner("release").plan(executor.table_view("a"), executor.pool_view()))
     with pytest.raises(Mismatch, match=re.escape("R-7: blocks in flight after 64 steps: expected none, got [1]")):
@@ -234,9 +228,7 @@ def test_a_late_reap_is_allowed_until_the_executor_has_settled(spec):
             self.num_reaps += 1
             return super().reap() if self.num_reaps % 3 == 0 else []
 
-    executor = watch(Slow(), replace(spec, regime="fenced"))
-    executor.admit("a")
-    executor.append("a", 6, kv(spec, 6))
+    executor = begin(Slow(), replace(spec, regime="fenced"), 6)
     executor.kill("a", range(4))
     executor.launch(get_planner("release").plan(executor.table_view("a"), executor.pool_view()))
     executor.settle()
@@ -294,9 +286,7 @@ def test_a_fingerprint_is_compared_when_asked_for(checked, spec, monkeypatch):
 
 
 def test_verify_compares_everything_between_the_full_checks(spec):
-    executor = watch(_WrongBytes(), spec, check_every=1000)
-    executor.admit("a")
-    executor.append("a", 2, kv(spec, 2))
+    executor = begin(_WrongBytes(), spec, 2, check_every=1000)
     executor.verify()
     executor.doom("a", [1])
     with pytest.raises(Mismatch, match="INV-1: KV bytes of position 0"):

@@ -1,11 +1,21 @@
+import json
 import os
+import sys
+from pathlib import Path
 
-# Tests compile far more than they run. Read when JAX first asks for a device.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# Tests compile far more than they run; one asks for a second device. Read when JAX first asks for a device.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
+)
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))  # for jax_dense_llama, under importlib mode
+
+from jax_dense_llama import DenseLlama
 
 from vtoken.executor import KVSpec
 from vtoken.paged_executor import PagedExecutor
@@ -69,7 +79,6 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -80,34 +89,82 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 FAMILIES = {
-    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rms_norm_eps": 1e-3}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "llama": {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"head_dim": 16, "sliding_window": None, "rms_norm_eps": 1e-3},
+    "qwen2": {"tie_word_embeddings": True},
 }
 
 
+def _shapes(family, config):
+    """Name to shape of each weight, as in a Hugging Face folder."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    wide, narrow = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    matrices = {
+        "self_attn.q_proj": (wide, hidden, family != "mistral"),
+        "self_attn.k_proj": (narrow, hidden, family != "mistral"),
+        "self_attn.v_proj": (narrow, hidden, family != "mistral"),
+        "self_attn.o_proj": (hidden, wide, family == "llama"),
+        "mlp.gate_proj": (inner, hidden, family == "llama"),
+        "mlp.up_proj": (inner, hidden, family == "llama"),
+        "mlp.down_proj": (hidden, inner, family == "llama"),
+    }
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    for layer in (f"model.layers.{index}" for index in range(config["num_hidden_layers"])):
+        shapes |= {f"{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        for name, (num_out, num_in, has_bias) in matrices.items():
+            shapes |= {f"{layer}.{name}.weight": (num_out, num_in)}
+            shapes |= {f"{layer}.{name}.bias": (num_out,)} if has_bias else {}
+    is_tied = config.get("tie_word_embeddings", False)
+    return shapes if is_tied else shapes | {"lm_head.weight": shapes["model.embed_tokens.weight"]}
+
+
 @pytest.fixture(scope="session")
-def hf_models(tmp_path_factory):
-    """Family to its model and folder; every weight is random, biases and norms too, which HF would leave at 0 and 1."""
+def model_folders(tmp_path_factory):
+    """Family to a folder as Hugging Face has it, made without PyTorch; every weight is random, biases and norms too."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("models") / family
+            made[family].mkdir()
+            config, rng = SMALL | FAMILIES[family] | {"model_type": family}, np.random.default_rng(3)
+            (made[family] / "config.json").write_text(json.dumps(config))
+            weights = {
+                name: ((0.2 if len(shape) > 1 else 0.3) * rng.standard_normal(shape) + name.endswith("norm.weight"))
+                for name, shape in _shapes(family, config).items()
+            }
+            save_file(
+                {name: weight.astype(np.float32) for name, weight in weights.items()},
+                made[family] / "model.safetensors",
+                metadata={"format": "pt"},
+            )
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def dense_llama(model_folders):
+    """The tiny Llama as an oracle."""
+    return DenseLlama(model_folders("llama"))
+
+
+@pytest.fixture(scope="session")
+def hf_models(model_folders):
+    """Family to Hugging Face's model of the folder, and the folder."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     transformers.logging.disable_progress_bar()
     made = {}
 
-    def make(family, max_shard_size="5GB"):
-        if (family, max_shard_size) not in made:
-            prefix, changes = FAMILIES[family]
-            with torch.random.fork_rng():
-                torch.manual_seed(3)
-                config = getattr(transformers, f"{prefix}Config")(**SMALL | changes)
-                model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
-                for parameter in model.parameters():
-                    if parameter.ndim == 1:
-                        torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.3)
-            folder = tmp_path_factory.mktemp("models") / family
-            model.save_pretrained(folder, max_shard_size=max_shard_size)
-            made[family, max_shard_size] = model, folder
-        return made[family, max_shard_size]
+    def make(family):
+        folder = model_folders(family)
+        if family not in made:
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            made[family], info = load(folder, dtype=torch.float32, output_loading_info=True)
+            assert not any(info.values()), info
+        return made[family], folder
 
     return make
 

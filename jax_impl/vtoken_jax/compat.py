@@ -1,4 +1,4 @@
-"""The differences between jax 0.10.2 and 0.12 that this package meets, each said once.
+"""The differences among jax 0.10.2, 0.11 and 0.12 that this package meets, each said once.
 
 Pallas moves fast: what has another name or another shape from one release to the next is looked up here, and nowhere
 else is a version asked for.
@@ -58,16 +58,17 @@ def triton_store(ref: Any, value: jax.Array, **keywords: Any) -> None:
 
 
 def mosaic_load(ref: Any, layout: Any) -> jax.Array:
-    """A load into registers that lie as ``layout`` says; 0.10 asks for indices as well."""
+    """A load into registers that lie as ``layout`` says; 0.10 asks for indices as well, 0.11 warns of them."""
     from jax.experimental.pallas import mosaic_gpu
 
-    indices = ((),) if "idx" in inspect.signature(mosaic_gpu.load).parameters else ()
+    idx = inspect.signature(mosaic_gpu.load).parameters.get("idx")
+    indices = ((),) if idx is not None and idx.default is inspect.Parameter.empty else ()
     loaded: jax.Array = mosaic_gpu.load(ref, *indices, layout=layout)
     return loaded
 
 
 def mosaic_interpreter() -> Any | None:
-    """Parameters that run a Mosaic kernel on the CPU and watch for races, or None: 0.12 exports them."""
+    """Parameters that run a Mosaic kernel on the CPU and watch for races, or None: 0.11.1 exports them."""
     from jax.experimental.pallas import mosaic_gpu
 
     params: Any = getattr(mosaic_gpu, "InterpretGPUParams", None)

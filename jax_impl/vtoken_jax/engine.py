@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -22,12 +23,13 @@ __all__ = ["JaxEngine", "Output"]
 
 
 class JaxEngine(Frontend):
-    """Continuous batching of one Llama-family model on JAX's default device.
+    """Continuous batching of one Llama-family model on one device.
 
     Args:
-        model: a Hugging Face folder, or a ``JaxRunner`` that is nobody else's.
+        model: a Hugging Face folder, or a ``JaxRunner`` that is nobody else's, whose dtype and device stay.
         tokenizer: of text prompts; None takes the folder's ``tokenizer.json``, if it has one.
         dtype: of a folder's weights and of the pool. On CPUs float32 is the fast one.
+        device: of a folder's model, one of ``jax.devices()``; None is JAX's default.
         **settings: ``config`` or fields of ``VTokenConfig``, ``block_size``, ``num_blocks``, ``max_num_seqs``,
             ``max_model_len``, ``chunk_tokens``, ``prefix_caching``, ``trace``, ``on_step``: see
             ``vtoken.serving.front.Frontend``.
@@ -39,11 +41,17 @@ class JaxEngine(Frontend):
     runner: JaxRunner
 
     def __init__(
-        self, model: str | Path | JaxRunner, *, tokenizer: Any = None, dtype: DType = "float32", **settings: Any
+        self,
+        model: str | Path | JaxRunner,
+        *,
+        tokenizer: Any = None,
+        dtype: DType = "float32",
+        device: jax.Device | None = None,
+        **settings: Any,
     ) -> None:
         if not isinstance(model, JaxRunner):
             tokenizer = _folder_tokenizer(Path(model)) if tokenizer is None else tokenizer
-            model = JaxRunner.from_folder(Path(model), dtype)
+            model = JaxRunner.from_folder(Path(model), dtype, device=device)
         config, make_spec = model.config, partial(model.config.kv_spec, dtype=model.dtype)
         super().__init__(model, make_spec, config.max_positions, progress_bar, tokenizer, config.vocab_size, **settings)
         model.limit_positions(self.max_model_len)

@@ -16,6 +16,7 @@ from vtoken_jax.attention import attend_row
 from vtoken_jax.buckets import INDEX_SIZES, chunks, pad, token_sizes
 from vtoken_jax.compaction import move_in_passes, move_pieces, move_tokens
 from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
+from vtoken_jax.placement import made_on, platform_of
 
 __all__ = ["JaxKVStore"]
 
@@ -34,21 +35,24 @@ class _Layout:
 
 
 class JaxKVStore:
-    """Arrays of one pool on JAX's default device. Every change is one compiled call that donates what it changes."""
+    """Arrays of one pool. Every change is one compiled call that donates what it changes.
 
-    def __init__(self, spec: KVSpec) -> None:
+    Args:
+        spec: of the pool.
+        device: where it lies; None is JAX's default.
+    """
+
+    def __init__(self, spec: KVSpec, device: jax.Device | None = None) -> None:
         self.spec = spec
-        self.cache = make_cache(spec)
-        self.tables = device_tables.make_tables(spec)
+        self.cache = made_on(device, lambda: make_cache(spec))
+        self.tables = made_on(device, lambda: device_tables.make_tables(spec))
         width = spec.num_kv_heads * spec.head_size
         self._token_shape = (2 * spec.num_layers, width)
-        self._weights = fingerprint.make_weights(
-            num_planes=2 * spec.num_layers, width=width, item_bytes=spec.item_bytes
-        )
+        shape = {"num_planes": 2 * spec.num_layers, "width": width, "item_bytes": spec.item_bytes}
+        self._weights = made_on(device, lambda: fingerprint.make_weights(**shape))
         self._sizes = token_sizes(spec.token_bytes)
         self._words_per_block = device_tables.words_per_block(spec.block_size)
-        (device,) = self.cache.positions.devices()
-        self._platform = device.platform
+        self._platform = platform_of(device)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

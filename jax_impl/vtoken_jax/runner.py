@@ -1,4 +1,4 @@
-"""A model with its KV pool on JAX's default device: packs a step's rows into few shapes and runs them as one call."""
+"""A model with its KV pool on one device: packs a step's rows into few shapes and runs them as one call."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,12 +16,13 @@ from vtoken.policies.ranking import Choice
 from vtoken.serving.protocol import StepRow
 from vtoken.types import BlockId, Position, cdiv
 from vtoken_jax.buckets import bucket, pad, width_bucket
-from vtoken_jax.kernels.decode import Implementation
+from vtoken_jax.kernels.decode import Implementation, choose
 from vtoken_jax.kv_store import JaxKVStore
 from vtoken_jax.mass import clear_row, make_masses, read_masses
 from vtoken_jax.model.config import ModelConfig
 from vtoken_jax.model.forward import PAD_POSITION, Segment, run_step
 from vtoken_jax.model.load import load_weights
+from vtoken_jax.placement import checked_device, made_on, platform_of
 from vtoken_jax.ranking import listed_mask, live_mask, lowest
 from vtoken_jax.sampling import make_draws
 
@@ -37,8 +38,8 @@ _DECODE_WIDTHS, _CHUNK_WIDTHS = 4, 2
 class RowStore(JaxKVStore):
     """A store that remembers how many blocks it was given for each row: a step looks at no more."""
 
-    def __init__(self, spec: KVSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: KVSpec, device: jax.Device | None) -> None:
+        super().__init__(spec, device)
         self.num_blocks = [0] * spec.max_num_reqs
 
     def set_row(self, row: int, block_ids: Sequence[BlockId], live_words: Sequence[int]) -> None:
@@ -54,16 +55,28 @@ class JaxRunner:
         dtype: of its weights and of the pool.
         weights: the leaves of its state, as ``load_weights`` gives it.
         implementation: of attention at decode, as in ``vtoken_jax.kernels.decode.paged_decode``.
+        device: of weights, pool and masses, one of ``jax.devices()``; None is JAX's default.
+
+    Raises:
+        SpecError: the device is none of this process.
     """
 
     store: RowStore
+    kernel: Implementation
+    """What ``implementation`` comes to on this device and for the store's shape."""
 
     def __init__(
-        self, config: ModelConfig, dtype: DType, weights: tuple[jax.Array, ...], implementation: Implementation = "auto"
+        self,
+        config: ModelConfig,
+        dtype: DType,
+        weights: tuple[jax.Array, ...],
+        implementation: Implementation = "auto",
+        device: jax.Device | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.weights = weights
+        self.device = checked_device(device)
+        self.weights = made_on(device, lambda: weights)
         self.implementation = implementation
         self.max_positions = config.max_positions
         self.need: MassNeed | None = None
@@ -72,17 +85,30 @@ class JaxRunner:
         """For each row the positions, from and to, of the queries whose mass was added."""
 
     @classmethod
-    def from_folder(cls, folder: Path, dtype: DType, implementation: Implementation = "auto") -> "JaxRunner":
+    def from_folder(
+        cls,
+        folder: Path,
+        dtype: DType,
+        implementation: Implementation = "auto",
+        device: jax.Device | None = None,
+    ) -> "JaxRunner":
         """Loads a Hugging Face folder. Raises SpecError, as ``ModelConfig`` and ``load_weights`` do."""
-        config = ModelConfig.from_folder(folder)
-        _, state = load_weights(folder, config, dtype, in_tiles=jax.default_backend() == "cpu")
-        return cls(config, dtype, tuple(jax.tree.leaves(state)), implementation)
+        config, in_tiles = ModelConfig.from_folder(folder), platform_of(checked_device(device)) == "cpu"
+        state = made_on(device, lambda: load_weights(folder, config, dtype, in_tiles=in_tiles)[1])
+        return cls(config, dtype, tuple(jax.tree.leaves(state)), implementation, device)
 
     def make_store(self, spec: KVSpec) -> RowStore:
         self.config.check_spec(spec)
         if spec.dtype != self.dtype:
             raise SpecError(f"the pool's dtype is {spec.dtype}, the model's {self.dtype}: make both the same")
-        self.store = RowStore(spec)
+        self.kernel = choose(
+            self.implementation,
+            kv_dtype=self.dtype,
+            head_size=spec.head_size,
+            block_size=spec.block_size,
+            platform=platform_of(self.device),
+        )
+        self.store = RowStore(spec, self.device)
         self.queries.clear()
         if self.need is not None:
             self.collect_mass(self.need)
@@ -90,7 +116,8 @@ class JaxRunner:
 
     def collect_mass(self, need: MassNeed) -> None:
         self.need = need
-        self.masses = make_masses(need, self.store.spec.max_num_reqs, self.max_positions)
+        num_rows = self.store.spec.max_num_reqs
+        self.masses = made_on(self.device, lambda: make_masses(need, num_rows, self.max_positions))
 
     def limit_positions(self, max_positions: int) -> None:
         """No request will be longer than this: mass is kept for so many positions. Before the first step."""
@@ -117,7 +144,7 @@ class JaxRunner:
             num_blocks=self._width([row.row for row in rows], _CHUNK_WIDTHS if has_chunks else _DECODE_WIDTHS),
             block_size=spec.block_size,
             max_top_k=max_top_k,
-            implementation=self.implementation,
+            implementation=self.kernel,
         )
         for row in rows if self.need is not None else ():
             first, _ = self.queries.get(row.row, (row.start, 0))

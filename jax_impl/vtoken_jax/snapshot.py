@@ -5,6 +5,7 @@ is written is complete: an engine of the same model, pool and configuration goes
 fingerprints. Weights are not in it, only a sum of their bits, by which others are told apart.
 """
 
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +21,7 @@ from vtoken.request_table import RequestTable
 from vtoken.serving.protocol import SamplingParams
 from vtoken.serving.requests import Request
 from vtoken.trace import TraceEvent, VictimTrace
-from vtoken.victims import PolicyVictims, TraceVictims
+from vtoken.victims import PolicyVictims, TraceVictims, VictimSource
 from vtoken_jax import checkpoint
 from vtoken_jax.device_tables import Tables
 from vtoken_jax.kv_cache import KVCache, storage_dtype
@@ -87,13 +88,22 @@ def _facts(engine: "JaxEngine") -> dict[str, str]:
         "set of weights": f"bit sum {int(_bit_sum(runner.weights)):#010x}",
         "pool": repr(runner.store.spec),
         "config": repr(loop.config),
+        "source of victims": _source(loop.scheduler.victims),
         "mass": repr(runner.need),
         "chunk_tokens": repr(loop.batch.chunk_tokens),
         "max_num_seqs": repr(loop.batch.max_num_seqs),
         "max_model_len": repr(engine.max_model_len),
         "prefix_caching": repr(loop.batch.share_prefixes),
-        "victims": type(loop.scheduler.victims).__name__,
     }
+
+
+def _source(victims: VictimSource) -> str:
+    """Which policy chooses, or which trace is replayed: a place in one means nothing in another."""
+    if isinstance(victims, TraceVictims):
+        events = [event for _, each in sorted(victims._trace.events.items()) for event in each]
+        return f"a trace of {len(events)} events, CRC-32 {zlib.crc32(repr(events).encode()):#010x}"
+    policy = type(victims.policy) if isinstance(victims, PolicyVictims) else type(victims)
+    return f"{policy.__module__}.{policy.__qualname__}"
 
 
 @jax.jit

@@ -70,6 +70,11 @@ class World(ReferenceExecutor):
         """The bytes that a token was written with."""
         return self._kv(self._author[req_id][position], position)
 
+    def query(self, num_queries: int = 1) -> bytes:
+        """Queries for ``attend``."""
+        count = num_queries * self.spec.query_elements
+        return struct.pack(f"={count}f", *(i / count for i in range(count)))
+
     def check(self) -> None:
         """INV-2, 6, 8; the store shows what the table says; and every live token has the bytes it was born with."""
         check_all(self.tables, self.pool)

@@ -1,24 +1,13 @@
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from vtoken.errors import PoolExhausted, SpecError
 from vtoken.paged_executor import PagedExecutor
-from vtoken.reclamation.recycle import recyclable
-from vtoken.types import Move
 
 MakeWorld = Callable[..., Any]
-
-
-def query(world: Any, num_queries: int = 1) -> bytes:
-    count = num_queries * world.spec.query_elements
-    return struct.pack(f"={count}f", *(i / count for i in range(count)))
 
 
 # -- requests (Q) ----------------------------------------------------------------------------------------------------
@@ -96,7 +85,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], object], str]] = {
     "fork half a block": (lambda w: w.fork_prefix("b", "c", 3), "prefix of 3 tokens of request 'b'"),
     "finish nobody": (lambda w: w.finish("z"), "request 'z' is not in the token table"),
     "preempt nobody": (lambda w: w.preempt("z"), "request 'z' is not in the token table"),
-    "ask for too many queries": (lambda w: w.attend("a", query(w, 11), 11), "num_queries=11, request 'a' has 10"),
+    "ask for too many queries": (lambda w: w.attend("a", w.query(11), 11), "num_queries=11, request 'a' has 10"),
     "ask for no query": (lambda w: w.attend("a", b"", 0), "num_queries=0"),
     "ask with half a query": (lambda w: w.attend("a", b"1234", 1), "q has 4 bytes, 1 queries need 32"),
     "fingerprint nobody": (lambda w: w.fingerprint("z"), "request 'z' is not in the token table"),
@@ -194,80 +183,6 @@ def test_a_reserved_recycle_gives_the_victims_slot_and_writes_nothing(make_world
     assert world.row_of("a") == 0
 
 
-# -- shared blocks (Q-2, Q-3, INV-7) ---------------------------------------------------------------------------------
-
-
-def test_a_fork_shares_blocks_and_takes_none(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.lay("a", "xxxx xxxx xx")
-    free = world.pool.num_free
-    world.fork_prefix("a", "b", 8)
-    assert world.tables["b"].block_ids == world.tables["a"].block_ids[:2]
-    assert world.pool.num_free == free
-    world.grow("b", 1)
-    assert world.pool.num_free == free - 1
-    world.check()
-
-
-@pytest.mark.parametrize("planner", ["fill", "evacuate", "release"])
-def test_of_eight_requests_on_one_prefix_one_evicts_and_the_others_see_nothing(
-    make_world: MakeWorld, planner: str
-) -> None:
-    world = make_world(num_blocks=33)
-    world.lay("a", "xxxx xxxx xxxx xxxx x")
-    others = [f"o{i}" for i in range(7)]
-    for req_id in others:
-        world.fork_prefix("a", req_id, 16)
-        world.grow(req_id, 2)
-    before = {r: (world.observe().requests[r], world.attend(r, query(world)).out) for r in others}
-    world.kill("a", [1, 5, 8, 9, 10, 11])
-    world.doom("a", [4])
-    plan = world.plan(planner, "a")
-    assert (plan is None) == (planner == "evacuate")  # it has no private source
-    if plan is not None:
-        world.launch(plan)
-    world.grow("a", 5)
-    assert {r: (world.observe().requests[r], world.attend(r, query(world)).out) for r in others} == before
-    world.check()
-
-
-def test_a_token_killed_in_one_holder_lives_on_in_the_other(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.lay("a", "xxxx xxxx")
-    world.fork_prefix("a", "b", 8)
-    world.kill("a", [0, 5])
-    assert world.observe().requests["a"].positions == (1, 2, 3, 4, 6, 7)
-    assert world.observe().requests["b"].positions == (0, 1, 2, 3, 4, 5, 6, 7)
-    world.finish("a")
-    world.check()
-
-
-def test_a_plan_into_a_hole_of_a_shared_block_is_refused(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.lay("a", "xxxx xxx.")
-    world.kill("a", [1])
-    plan = world.plan("fill", "a")
-    assert plan.moves == (Move(6, 10, 5),)
-    world.pool.set_hashed(1, True)
-    before = world.observe()
-    with pytest.raises(SpecError, match="INV-7: plan of request 'a' writes into block 1, which is shared or hashed"):
-        world.launch(plan)
-    assert world.observe() == before
-    world.check()
-
-
-def test_a_plan_whose_target_was_taken_meanwhile_is_refused_and_changes_nothing(make_world: MakeWorld) -> None:
-    world = make_world(num_blocks=6)
-    world.lay("a", "x... x... .... x")
-    plan = world.plan("evacuate", "a")
-    world.lay("b", "x")
-    before = world.observe()
-    with pytest.raises(SpecError, match=r"take: blocks \[5\] are not free"):
-        world.launch(plan)
-    assert world.observe() == before
-    world.check()
-
-
 # -- regimes (R-7, R-8) ----------------------------------------------------------------------------------------------
 
 
@@ -342,110 +257,3 @@ def test_a_step_late_reap_gives_everything_that_has_passed(make_world: MakeWorld
         world.advance()
     assert sorted(world.reap()) == [1, 3]
     world.check()
-
-
-# -- everything at once ----------------------------------------------------------------------------------------------
-
-
-class ExecutorMachine(RuleBasedStateMachine):
-    """Random programs; after each call all invariants hold, and the store holds the bytes that a dictionary expects."""
-
-    def __init__(self, make_world: MakeWorld, regime: str) -> None:
-        super().__init__()
-        self.world = make_world(num_blocks=14, max_num_reqs=3, regime=regime)
-        self.live: dict[str, set[int]] = {}
-
-    def _pick(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from(sorted(self.live)), label="request")
-
-    @rule(req_id=st.sampled_from("abcd"))
-    def admit(self, req_id: str) -> None:
-        if req_id in self.live or len(self.live) == 3:
-            with pytest.raises(SpecError, match=r"admitted|rows are taken"):
-                self.world.admit(req_id)
-        else:
-            self.world.admit(req_id)
-            self.live[req_id] = set()
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_tokens=st.integers(1, 9))
-    def append(self, data: st.DataObject, num_tokens: int) -> None:
-        req_id = self._pick(data)
-        table = self.world.tables[req_id]
-        first = table.num_computed_tokens
-        if table.num_blocks_needed(num_tokens) > self.world.pool.num_free:
-            with pytest.raises(PoolExhausted):
-                self.world.grow(req_id, num_tokens)
-        else:
-            self.world.grow(req_id, num_tokens)
-            self.live[req_id] |= set(range(first, first + num_tokens))
-
-    @precondition(lambda self: any(self.live.values()))
-    @rule(data=st.data(), dooms=st.booleans())
-    def kill_or_doom(self, data: st.DataObject, dooms: bool) -> None:
-        req_id = self._pick(data)
-        candidates = self.world.tables[req_id].candidates()
-        victims = data.draw(st.lists(st.sampled_from(candidates), unique=True) if candidates else st.just([]))
-        if dooms:
-            self.world.doom(req_id, victims)
-        else:
-            assert self.world.kill(req_id, victims) == victims
-            self.live[req_id] -= set(victims)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def recycle(self, data: st.DataObject) -> None:
-        req_id = self._pick(data)
-        table = self.world.tables[req_id]
-        victim = recyclable(table, self.world.pool)
-        if victim is None:
-            with pytest.raises(SpecError, match="no doomed token"):
-                self.world.recycle(req_id, bytes(self.world.spec.token_bytes))
-        else:
-            self.live[req_id] = self.live[req_id] - {victim} | {table.num_computed_tokens}
-            self.world.recycle_next(req_id)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), planner=st.sampled_from(["fill", "evacuate", "release"]))
-    def reclaim(self, data: st.DataObject, planner: str) -> None:
-        plan = self.world.plan(planner, self._pick(data))
-        if plan is not None:
-            self.world.launch(plan)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_blocks=st.integers(1, 3))
-    def fork(self, data: st.DataObject, num_blocks: int) -> None:
-        parent_id, child_id = self._pick(data), data.draw(st.sampled_from("abcd"), label="child")
-        try:
-            self.world.fork_prefix(parent_id, child_id, num_blocks * 4)
-        except SpecError:
-            return
-        assert set(range(num_blocks * 4)) <= self.live[parent_id]
-        self.live[child_id] = set(range(num_blocks * 4))
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), preempts=st.booleans())
-    def end(self, data: st.DataObject, preempts: bool) -> None:
-        req_id = self._pick(data)
-        (self.world.preempt if preempts else self.world.finish)(req_id)
-        del self.live[req_id]
-
-    @rule()
-    def advance(self) -> None:
-        self.world.advance()
-
-    @rule()
-    def reap(self) -> None:
-        self.world.reap()
-
-    @invariant()
-    def holds_what_is_expected(self) -> None:
-        self.world.check()
-        assert {req_id: set(table.live_positions()) for req_id, table in self.world.tables.items()} == self.live
-
-
-@pytest.mark.parametrize("regime", ["ordered", "fenced"])
-def test_random_programs_keep_every_invariant_and_every_byte(make_world: MakeWorld, regime: str) -> None:
-    run_state_machine_as_test(
-        lambda: ExecutorMachine(make_world, regime), settings=settings(max_examples=80, stateful_step_count=50)
-    )

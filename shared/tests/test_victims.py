@@ -12,6 +12,7 @@ from vtoken.trace import TraceEvent, VictimTrace
 from vtoken.types import Position
 from vtoken.victims import Occasion, PolicyVictims, TraceVictims
 
+CONFIG = VTokenConfig(policy="oldest", kv_budget=4, interval=4, when="always")
 IN_DECODE = Occasion(trace_key=0, prompt_len=8)
 AFTER_CHUNK = Occasion(trace_key=0, prompt_len=8, after_chunk=True)
 UNDER_PRESSURE = Occasion(trace_key=0, prompt_len=8, under_pressure=True)
@@ -31,8 +32,7 @@ class Oldest(Policy):
 
 
 def make_source(when: str = "always", **options: Any) -> PolicyVictims:
-    config = VTokenConfig(policy="oldest", kv_budget=4, interval=4, when=when)
-    return PolicyVictims(config, Oldest(), **options)
+    return PolicyVictims(CONFIG.with_changes(when=when), Oldest(), **options)
 
 
 @pytest.fixture
@@ -53,8 +53,7 @@ def test_a_policy_is_asked_once_an_interval(table: RequestTable) -> None:
     source = make_source()
     asked = []
     for total_len in range(8, 18):
-        event = source.choose(grow(table, total_len), IN_DECODE)
-        if event:
+        if event := source.choose(grow(table, total_len), IN_DECODE):
             table.evict_tokens(event.chosen)
             asked.append(total_len)
     assert asked == [8, 12, 16]
@@ -92,8 +91,7 @@ def test_victims_die_in_ascending_order_whatever_the_policy_gave(table: RequestT
         def select_victims(self, view: RequestView) -> Sequence[Position]:
             return list(reversed(super().select_victims(view)))
 
-    config = VTokenConfig(policy="oldest", kv_budget=4, interval=4, when="always")
-    event = PolicyVictims(config, Reversed()).choose(table, IN_DECODE)
+    event = PolicyVictims(CONFIG, Reversed()).choose(table, IN_DECODE)
     assert event is not None
     assert dict(zip(event.chosen, event.died, strict=True)) == {0: 8, 1: 9, 2: 10, 3: 11}
 
@@ -199,11 +197,10 @@ def test_a_request_may_be_preempted_while_it_is_rebuilt(table: RequestTable) -> 
 
 def test_nothing_is_kept_of_a_finished_request(table: RequestTable) -> None:
     source = make_source()
-    first = source.choose(table, AFTER_CHUNK)
+    assert source.choose(table, AFTER_CHUNK) is not None
     source.finish(0)
     source.restart(0, 0)
     assert source.choose(grow(RequestTable("a", 4), 8), IN_DECODE) is not None
-    assert first is not None
 
 
 # -- a trace that is replayed ----------------------------------------------------------------------------------------
@@ -251,9 +248,7 @@ def test_a_replay_does_not_ask_why(table: RequestTable, trace: VictimTrace) -> N
     assert source.choose(table, UNDER_PRESSURE) is None
 
 
-def test_a_replay_that_is_behind_catches_up_and_the_earlier_death_counts(
-    table: RequestTable, trace: VictimTrace
-) -> None:
+def test_a_replay_behind_catches_up_and_the_earlier_death_counts(table: RequestTable, trace: VictimTrace) -> None:
     source = TraceVictims(trace)
     assert source.choose(grow(table, 12), AFTER_CHUNK) == TraceEvent(0, 12, (0, 1, 2, 3, 4), (12, 12, 12, 13, 14))
     source.restart(0, 12)
@@ -299,6 +294,6 @@ def test_a_wrong_choice_names_the_policy_and_the_position(table: RequestTable, a
             return answer
 
     table.evict_token(3)
-    source = PolicyVictims(VTokenConfig(policy="wrong", kv_budget=4, interval=4, when="always"), Wrong())
+    source = PolicyVictims(CONFIG.with_changes(policy="wrong"), Wrong())
     with pytest.raises(SpecError, match=f"policy 'wrong' at 8 computed tokens {message}"):
         source.choose(table, IN_DECODE)

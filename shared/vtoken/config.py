@@ -132,7 +132,7 @@ class VTokenConfig:
                 f"policy {self.policy!r} needs exactly one of kv_budget and eviction_ratio, got {given or 'none'}"
             )
         if self.kv_budget is not None and (not _is_int(self.kv_budget) or self.kv_budget < 1):
-            raise SpecError(f"kv_budget={self.kv_budget!r}: give a number of tokens of at least 1")
+            raise SpecError(f"kv_budget={self.kv_budget!r}: give a whole number of tokens of at least 1")
         if self.eviction_ratio == 1:
             raise SpecError("eviction_ratio=1 would drop every token: give a share below 1")
 

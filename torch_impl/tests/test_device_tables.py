@@ -34,6 +34,26 @@ def test_a_row_reads_back_as_it_was_written(make_spec, device, block_size, data)
     slots, counts = tables.find_live([2, 1, 0])
     assert (slots.tolist(), counts) == ([*expected, 3 * block_size], [len(expected), 0, 1])
     assert tables.most_blocks([1, 2]) == len(block_ids)
+    live = [offset for block in range(len(words)) for offset in set_bits(words[block] << block * block_size)]
+    if live and live == list(range(len(live))):
+        needed = [block if index * block_size < len(live) else block_ids[0] for index, block in enumerate(block_ids)]
+        assert [part.tolist() for part in tables.find_blocks([2])] == [[needed], [len(live)]]
+    else:
+        assert tables.find_blocks([2]) is None
+
+
+@pytest.mark.parametrize(("block_size", "words"), [(4, (15, 15, 3)), (33, (2**33 - 1, 2**33 - 1, 2**32 - 1))])
+def test_blocks_of_rows_without_holes(make_spec, device, block_size, words):
+    tables = DeviceTables(make_spec(block_size=block_size), device)
+    tables.set_row(0, [3, 8, 5], words)
+    tables.set_row(1, [7], [1])
+    blocks, counts = tables.find_blocks([1, 0])
+    assert blocks.tolist() == [[7, 3, 3], [3, 8, 5]]
+    assert counts.tolist() == [1, 2 * block_size + words[2].bit_count()]
+    for row, hole in enumerate([(15, 14, 3), (15, 7, 3), (14, 0, 0), (0, 0, 0), (3, 4, 0)]):
+        tables.set_row(2, [1, 2, 4], hole)
+        assert tables.find_blocks([0, 2]) is None, row
+        assert tables.find_blocks([0]) is not None
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -162,6 +182,17 @@ def test_staged_changes_end_as_if_each_had_gone_up_alone(make_spec, device, seed
     staged.flush()
     assert staged.state.equal(alone.state)
     assert staged.num_uploads < alone.num_uploads
+
+
+def test_changes_that_nobody_reads_do_not_pile_up(make_spec, device):
+    tables = DeviceTables(make_spec(), device)
+    tables.set_row(0, [3, 5], [0, 0])
+    for number in range(20_000):
+        tables.set_words(0, [number % 2], [number % 16])
+    assert len(tables._staged) < 5000
+    assert tables.num_uploads < 10
+    assert tables.read_row(0) == ((3, 5), (14, 15))
+    assert tables.num_incremental == 20_000
 
 
 def test_addresses_stay(make_spec, device):

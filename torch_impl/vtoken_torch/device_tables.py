@@ -25,6 +25,7 @@ __all__ = ["DeviceTables"]
 
 _WORD_BITS: Final = 32
 _WORD_MASK: Final = 0xFFFFFFFF
+_MAX_STAGED: Final = 4096  # changes: where nobody reads the device's tables, they go up now and then all the same
 
 Indices = NDArray[np.int64]
 
@@ -195,15 +196,33 @@ class DeviceTables:
     def find_live(self, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Live slots of several rows on the device, ``[total]`` int64, row after row in physical order, and how many
         each has."""
+        table, live = self._blocks_of(rows)
+        slots = table[..., None] * self._block_size + np.arange(self._block_size)
+        return upload(slots[live], self.device), live.sum((1, 2)).tolist()
+
+    def find_blocks(self, rows: Sequence[int]) -> tuple[Indices, Indices] | None:
+        """Blocks of several rows, ``[len(rows), most_blocks]``, and how many live tokens each has, ``[len(rows)]``.
+
+        None unless in each row the live tokens, one at least, fill its first slots. Where a row has no live token, a
+        block without a hole stands.
+        """
+        table, live = self._blocks_of(rows)
+        flat = live.reshape(len(table), -1)
+        if not flat[:, :1].all() or not flat.size or (flat[:, 1:] > flat[:, :-1]).any():
+            return None
+        counts = flat.sum(1)
+        is_held = np.arange(table.shape[1]) < -(-counts[:, None] // self._block_size)
+        return np.where(is_held, table, table[counts.argmax(), 0]), counts
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _blocks_of(self, rows: Sequence[int]) -> tuple[Indices, NDArray[np.bool_]]:
+        """Of several rows the block ids ``[rows, blocks]`` and who is alive, ``[rows, blocks, block_size]``."""
         num_rows, width = len(self._num_blocks), self.most_blocks(rows)
         table = self._host[: self._first[1]].reshape(num_rows, -1)[rows, :width]
         words = self._host[self._first[2] : self._first[3]].reshape(num_rows, self._max_blocks, -1)[rows, :width]
         bits = np.unpackbits(words.astype("<u4", copy=False).view(np.uint8), axis=2, bitorder="little")
-        live = bits[..., : self._block_size].view(np.bool_)  # [rows, blocks, block_size]
-        slots = table[..., None].astype(np.int64) * self._block_size + np.arange(self._block_size)
-        return upload(slots[live], self.device), live.sum((1, 2)).tolist()
-
-    # -- parts -------------------------------------------------------------------------------------------------------
+        return table.astype(np.int64), bits[..., : self._block_size].view(np.bool_)
 
     def _words_of(self, rows: "int | Indices", blocks: Indices) -> Indices:
         """Where the live words of these blocks of these rows begin in the state."""
@@ -212,6 +231,8 @@ class DeviceTables:
     def _stage(self, places: Indices) -> None:
         if len(places):
             self._staged.append(places)
+            if len(self._staged) == _MAX_STAGED:
+                self.flush()
 
     def _stage_words(self, places: Indices) -> None:
         self._num_staged_words += len(places)

@@ -12,6 +12,7 @@ from vtoken_bench.demo.drive import pool_blocks
 from vtoken_bench.demo.plot import draw, inline_svg
 from vtoken_bench.demo.recording import Recording
 from vtoken_bench.demo.replay import Replay
+from vtoken_bench.pressure_report import leak_line
 
 __all__ = ["SCHEMA", "Story", "differences", "make_record", "render_html"]
 
@@ -90,7 +91,9 @@ def render_html(record: Mapping[str, Any], comparison: Comparison, recording: Re
     source = resources.files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     picture = Markup(inline_svg(draw(comparison, recording, "svg")))
-    return template.from_string(source).render(record=record, picture=picture)
+    serving = record["serving"]
+    leaks = leak_line(serving) if serving else ""
+    return template.from_string(source).render(record=record, picture=picture, leak_line=leaks)
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from vtoken_bench.demo.prompt import DEFAULT_TOKENS, encode_prompt, read_prompt
 from vtoken_bench.demo.recording import Recording
 from vtoken_bench.demo.report import Story, make_record, render_html
 from vtoken_bench.demo.serving import has_vllm, pressure_record
-from vtoken_bench.demo.show import print_serving, print_text, print_verdict, results_table
+from vtoken_bench.demo.show import print_replays, print_serving, print_text, print_verdict, results_table
 from vtoken_bench.models import LoadedModel, check_model_folder, load_model
 from vtoken_conformance.progress import progress_bar
 
@@ -195,6 +195,7 @@ def _print(record: dict[str, Any], executors: Sequence[str], out: Path) -> None:
     if record["serving"]:
         print_serving(console, record["serving"])
     print_text(console, record)
+    print_replays(console, record)
     console.print(results_table(record, executors, console.width))
     print_verdict(console, record)
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in record["seconds"].items())

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from vtoken_bench.pressure_report import print_pressure
 
-__all__ = ["print_serving", "print_text", "print_verdict", "results_table"]
+__all__ = ["print_replays", "print_serving", "print_text", "print_verdict", "results_table"]
 
 _SHOWN_LINES = 8
 _WIDE = 96  # columns
@@ -82,6 +82,16 @@ def print_text(console: Console, record: Mapping[str, Any]) -> None:
     shown = "\n".join(lines[:_SHOWN_LINES]) + ("\n…" if len(lines) > _SHOWN_LINES else "")
     console.print(f"[bold]{escape(record['model']['name'])} goes on with {escape(run['prompt'])}:[/]", highlight=False)
     console.print(Text.assemble((f"… {run['prompt_tail']}", "dim"), shown), soft_wrap=True)
+
+
+def print_replays(console: Console, record: Mapping[str, Any]) -> None:
+    """What the table below is about."""
+    run, settings = record["run"], record["settings"]
+    console.print(
+        f"\n[bold]Its KV replayed:[/] {run['prompt_tokens']:,} + {run['decoded_tokens']:,} tokens, held in blocks of "
+        f"{settings['block_size']}, and compared with the record",
+        highlight=False,
+    )
 
 
 def _mark(done: Mapping[str, Any] | None) -> str:

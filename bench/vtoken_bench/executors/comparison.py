@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns, process_time_ns
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE
-from rich.table import Table
-
 from vtoken_bench.record import Row
 from vtoken_bench.timing import Spread
 
-__all__ = ["Clock", "Comparison", "Elapsed", "GateError", "Samples", "comparison_table", "device_clock"]
+__all__ = ["REST", "Clock", "Comparison", "Elapsed", "GateError", "Samples", "Shares", "bytes_row", "device_clock"]
+
+REST = "rest"
+"""The part of a time that no measured part explains."""
 
 
 class Elapsed(NamedTuple):
@@ -22,6 +22,13 @@ class Elapsed(NamedTuple):
 
 
 Clock = Callable[[Callable[[], object]], Elapsed]
+
+
+class Shares(NamedTuple):
+    """Of JAX's and of PyTorch's time or figure."""
+
+    jax: float
+    torch: float
 
 
 class GateError(Exception):
@@ -46,20 +53,32 @@ def device_clock(device: str) -> Clock:
 
 @dataclass(slots=True)
 class Samples:
-    """Times of one operation, round by round: of both, of others beside them, and of its physical bounds."""
+    """Times of one operation, round by round.
+
+    Attributes:
+        jax, torch: of both.
+        others: of what is measured beside them.
+        parts: what a time is made of, as each side's own times, or the same for both; parts do not overlap.
+        floors: what the work cannot do without, whatever part it falls into.
+    """
 
     jax: list[Elapsed] = field(default_factory=list)
     torch: list[Elapsed] = field(default_factory=list)
     others: dict[str, list[Elapsed]] = field(default_factory=dict)
-    bounds: dict[str, list[Elapsed]] = field(default_factory=dict)
+    parts: dict[str, tuple[list[Elapsed], list[Elapsed]]] = field(default_factory=dict)
+    floors: dict[str, list[Elapsed]] = field(default_factory=dict)
 
     def drop_first(self) -> None:
         """Forgets the round that only warms up."""
-        for times in (self.jax, self.torch, *self.others.values(), *self.bounds.values()):
+        every = [self.jax, self.torch, *self.others.values(), *self.floors.values()]
+        every += [times for pair in self.parts.values() for times in pair]
+        for times in {id(times): times for times in every}.values():  # a part may be one list for both sides
             del times[0]
 
-    def row(self, name: str, params: Mapping[str, int | float | str]) -> "Comparison":
-        """Ratios of each round; a bound's time as a share of each executor's."""
+    def row(
+        self, name: str, params: Mapping[str, Any], parts: Mapping[str, Shares] | None = None, **about: Any
+    ) -> "Comparison":
+        """Ratios of each round. ``parts`` are shares that were measured apart from these rounds."""
         both = {"jax": self.jax, "torch": self.torch}
         return Comparison(
             name,
@@ -68,6 +87,7 @@ class Samples:
             params=params,
             jax=_spread(self.jax),
             torch=_spread(self.torch),
+            rounds=len(self.jax),
             wall={key: Spread.of([each.wall_us for each in times]) for key, times in (both | self.others).items()},
             others={key: _spread(times) for key, times in self.others.items()},
             ratios={
@@ -75,11 +95,36 @@ class Samples:
                 for key, times in self.others.items()
                 for side, ours in both.items()
             },
-            bound_shares={
-                key: (_ratio(times, self.jax).median, _ratio(times, self.torch).median)
-                for key, times in self.bounds.items()
-            },
+            shares=_with_rest({key: self._shares(*pair) for key, pair in self.parts.items()} | dict(parts or {})),
+            floors={key: self._shares(times, times) for key, times in self.floors.items()},
+            **about,
         )
+
+    def rates(self, name: str, count: int, params: Mapping[str, Any]) -> "Comparison":
+        """``count`` units a call as units per second of wall time; the ratio is above 1 where JAX is faster."""
+        every = {"jax": self.jax, "torch": self.torch, **self.others}
+        rates = {key: [count * 1e6 / each.wall_us for each in times] for key, times in every.items()}
+        spreads = {key: Spread.of(each) for key, each in rates.items()}
+        ratio = [one / other for one, other in zip(rates["jax"], rates["torch"], strict=True)]
+        return Comparison(
+            name,
+            "jax/torch",
+            Spread.of(ratio),
+            params=params,
+            jax=spreads.pop("jax"),
+            torch=spreads.pop("torch"),
+            others=spreads,
+            rounds=len(self.jax),
+        )
+
+    def _shares(self, of_jax: Sequence[Elapsed], of_torch: Sequence[Elapsed]) -> Shares:
+        return Shares(_ratio(of_jax, self.jax).median, _ratio(of_torch, self.torch).median)
+
+
+def _with_rest(parts: Mapping[str, Shares]) -> dict[str, Shares]:
+    """Parts that noise makes larger than the whole leave no rest."""
+    rest = (max(0.0, 1 - sum(side)) for side in zip(*parts.values(), strict=True))
+    return {**parts, REST: Shares(*rest)} if parts else {}
 
 
 def _spread(times: Sequence[Elapsed]) -> Spread:
@@ -93,76 +138,69 @@ def _ratio(ones: Sequence[Elapsed], others: Sequence[Elapsed]) -> Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Row):
-    """A row whose figure is the ratio jax / torch, below 1 where JAX takes less.
+    """A row whose figure is the ratio jax / torch.
 
     Attributes:
-        jax, torch: microseconds, or bytes where the name says so.
-        wall: microseconds that one waited, of both and of the others; none for bytes.
-        others: microseconds of what was measured beside them.
+        jax, torch: microseconds, or bytes, or a rate where the name says so.
+        rounds: that were timed.
+        wall: microseconds that one waited, of both and of the others; none but for times.
+        others: what was measured beside them, in the same unit.
         ratios: of each other's time to JAX's and to PyTorch's, above 1 where the executor takes less.
-        bound_shares: what bounds the operation (a memcpy of the bytes that it must touch, the model's matrix
-            products alone), measured in the same rounds: as a share of JAX's and of PyTorch's time.
+        shares: of what a time is made, as a share of JAX's and of PyTorch's; with the rest they come to 1.
+        floors: what the work cannot do without (a memcpy of the bytes that it must touch), as such shares.
+        gate: figures of the check that came before.
+        notes: what is left out of this row and why.
     """
 
     jax: Spread
     torch: Spread
+    rounds: int = 1
     wall: Mapping[str, Spread] = field(default_factory=dict)
     others: Mapping[str, Spread] = field(default_factory=dict)
     ratios: Mapping[str, Spread] = field(default_factory=dict)
-    bound_shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    shares: Mapping[str, Shares] = field(default_factory=dict)
+    floors: Mapping[str, Shares] = field(default_factory=dict)
+    gate: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def bound_by(self) -> dict[str, str]:
+        """The largest part of each side's time."""
+        if not self.shares:
+            return {}
+        return {side: max(self.shares, key=lambda key: getattr(self.shares[key], side)) for side in Shares._fields}
 
     def as_record(self) -> dict[str, Any]:
         """The row of the JSON record."""
         return {
             **Row.as_record(self),
             **_records({"jax": self.jax, "torch": self.torch, **self.others}),
+            "rounds": self.rounds,
             "wall_us": _records(self.wall),
             "ratios": _records(self.ratios),
-            "bound_by": {key: {"jax": jax, "torch": torch} for key, (jax, torch) in self.bound_shares.items()},
+            "bound_by": self.bound_by,
+            "shares": {key: each._asdict() for key, each in self.shares.items()},
+            "floors": {key: each._asdict() for key, each in self.floors.items()},
+            "gate": dict(self.gate),
+            "notes": list(self.notes),
         }
+
+
+def bytes_row(
+    name: str, params: Mapping[str, Any], jax: int, torch: int, others: Mapping[str, int] | None = None
+) -> Comparison:
+    """Memory, measured once."""
+    beside = {key: Spread.of([count]) for key, count in (others or {}).items()}
+    return Comparison(
+        name,
+        "jax/torch",
+        Spread.of([jax / torch]),
+        params=params,
+        jax=Spread.of([jax]),
+        torch=Spread.of([torch]),
+        others=beside,
+    )
 
 
 def _records(figures: Mapping[str, Spread]) -> dict[str, Any]:
     return {key: {"value": each.median, "spread": [each.low, each.high]} for key, each in figures.items()}
-
-
-def comparison_table(title: str, rows: Sequence[Comparison]) -> Table:
-    """Medians of both, the ratio with its range, wall times, and the bounds as shares of JAX's / of PyTorch's time.
-
-    What was measured beside them follows in lines of its own. 100 columns are enough.
-    """
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("what", no_wrap=True)
-    table.add_column("at", overflow="fold")
-    for name in ("jax", "torch", "ratio", "range", "wall ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by", overflow="fold")
-    for row in rows:
-        shares = (f"{key} {jax:.0%} / {torch:.0%}" for key, (jax, torch) in row.bound_shares.items())
-        table.add_row(
-            row.name,
-            ", ".join(str(value) for value in row.params.values()),
-            _number(row.jax),
-            _number(row.torch),
-            *_ratio_cells(row.figure),
-            f"{_milliseconds(row.wall['jax'])} / {_milliseconds(row.wall['torch'])}" if row.wall else "-",
-            "; ".join(shares) or "-",
-        )
-        for key, time in row.others.items():
-            for side, wall, own in (("jax", _milliseconds(row.wall[key]), f"{key} {_number(time)}"), ("torch", "", "")):
-                name = f"{key}/{side}"
-                table.add_row(f"  {name}", "", "", "", *_ratio_cells(row.ratios[name]), wall, own)
-    return table
-
-
-def _number(figure: Spread) -> str:
-    return f"{figure.median / 1e6:,.1f}M" if figure.median >= 1e7 else f"{figure.median:,.0f}"
-
-
-def _milliseconds(figure: Spread) -> str:
-    ms = figure.median / 1000
-    return f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}"
-
-
-def _ratio_cells(ratio: Spread) -> tuple[str, str]:
-    return f"{ratio.median:.2f}", f"{ratio.low:.2f} - {ratio.high:.2f}"

@@ -9,8 +9,8 @@ import numpy as np
 from vtoken.executor import KVSpec
 from vtoken.paged_executor import KVStore
 from vtoken.types import Move
-from vtoken_bench.executors.comparison import Clock, Comparison, GateError, Samples
-from vtoken_bench.executors.program import Side
+from vtoken_bench.executors.comparison import Clock, Comparison, Elapsed, GateError, Samples
+from vtoken_bench.executors.sides import Side
 from vtoken_bench.timing import interleaved
 
 __all__ = ["compare_moves", "row_copies"]
@@ -23,8 +23,8 @@ def compare_moves(
 ) -> list[Comparison]:  # fmt: skip
     """Times moves of ``counts`` tokens each between random slots, in both executors' stores.
 
-    Beside them one contiguous copy of as many bytes and, ``with_rows``, NumPy's copy of as many rows between the same
-    slots of as many arrays.
+    Beside them a call of one move, one contiguous copy of as many bytes and, ``with_rows``, NumPy's copy of as many
+    rows between the same slots of as many arrays.
 
     Raises:
         GateError: the stores do not hold the same after the moves of the first count; nothing was timed.
@@ -41,13 +41,17 @@ def compare_moves(
         if not works:
             _gate((jax, torch), spec, moves)
         works.append((moves, memcpy(count * spec.token_bytes), row_copies(planes, src, dst)))
-        samples.append(Samples(bounds={"memcpy": []}, others={"rows": []} if with_rows else {}))
+        samples.append(_samples(with_rows))
+    one = works[0][0][:1]
 
     def take_all() -> float:
+        calls = [clock(partial(_move, side, one)) for side in (jax, torch)]
         for (moves, copy, rows), into in zip(works, samples, strict=True):
             for side, times in ((jax, into.jax), (torch, into.torch)):
                 times.append(clock(partial(_move, side, moves)))
-            into.bounds["memcpy"].append(clock(copy))
+            for part, call in zip(into.parts["calls"], calls, strict=True):
+                part.append(call)
+            into.parts["memcpy"][0].append(clock(copy))
             if with_rows:
                 into.others["rows"].append(clock(rows))
         return 0.0
@@ -56,6 +60,12 @@ def compare_moves(
     for each in samples:
         each.drop_first()
     return [each.row("store_move_us", {"moves": count, **params}) for count, each in zip(counts, samples, strict=True)]
+
+
+def _samples(with_rows: bool) -> Samples:
+    copies = list[Elapsed]()
+    parts = {"calls": (list[Elapsed](), list[Elapsed]()), "memcpy": (copies, copies)}
+    return Samples(parts=parts, others={"rows": []} if with_rows else {})
 
 
 def row_copies(planes: Sequence[Any], src: Any, dst: Any) -> Callable[[], object]:

@@ -1,7 +1,6 @@
 """One program through both executors: append, attend, fingerprint, move; the same bytes, the same plans."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,23 +10,17 @@ from vtoken.executor import Executor, KVSpec
 from vtoken.reclamation import get_planner
 from vtoken.reclamation.plan import ReclamationPlan
 from vtoken.types import cdiv
-from vtoken_bench.executors.comparison import Clock, Comparison, GateError, Samples
-from vtoken_bench.timing import Spread, interleaved
+from vtoken_bench.executors.comparison import Clock, Comparison, Elapsed, GateError, Samples, bytes_row
+from vtoken_bench.executors.sides import Side
+from vtoken_bench.timing import interleaved
 from vtoken_conformance.attention import TOLERANCE, attention
 from vtoken_conformance.fingerprint import fingerprint
 
-__all__ = ["Program", "Side", "compare_program", "make_spec"]
+__all__ = ["Program", "compare_program", "make_spec"]
 
 _OPERATIONS = ("append", "attend", "fingerprint", "move")
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """An executor, how to wait for its device, and how many bytes its pool takes there."""
-
-    executor: Executor
-    settle: Callable[[], object]
-    pool_bytes: Callable[[], int]
+_FEW_TOKENS = 32
+"""Of each request: the least of which a plan gives a block back. What they take is the cost of the calls."""
 
 
 def make_spec(dtype: Any, batch: int, live: int) -> KVSpec:
@@ -103,7 +96,7 @@ def compare_program(
     jax: Side, torch: Side, program: Program, clock: Clock, memcpy: Callable[[int], Callable[[], object]],
     repeats: int, params: dict[str, Any], on_round: Callable[[], object] = lambda: None,
 ) -> list[Comparison]:  # fmt: skip
-    """Checks a whole cycle, then times cycles, one operation on either executor in turn.
+    """Checks a whole cycle, then times cycles, one operation on either executor in turn, and such of few tokens.
 
     ``memcpy(n)`` makes work that copies ``n`` bytes where the pool lies.
 
@@ -120,18 +113,15 @@ def compare_program(
     touched = program.batch * program.live * size
     copies = {"append": memcpy(touched), "attend": memcpy(touched), "fingerprint": memcpy(touched)}
     copies["move"] = memcpy(num_moves * size)
-    samples = {name: Samples(bounds={"memcpy": []}) for name in _OPERATIONS}
+    samples = {name: _samples() for name in _OPERATIONS}
+    few = Program(program.spec, program.batch, min(program.live, _FEW_TOKENS))
 
     def cycle() -> float:
-        works = [_works(side, program) for side in sides]
-        for name in _OPERATIONS:
-            for work, into in zip(works, (samples[name].jax, samples[name].torch), strict=True):
-                if name == "move":
-                    work["plan"]()
-                into.append(clock(work[name]))
-            samples[name].bounds["memcpy"].append(clock(copies[name]))
-        for side in sides:
-            program.end(side.executor)
+        calls = {name: samples[name].parts["calls"] for name in _OPERATIONS}
+        _cycle(sides, few, clock, calls)
+        _cycle(sides, program, clock, {name: (samples[name].jax, samples[name].torch) for name in _OPERATIONS})
+        for name, copy in copies.items():
+            samples[name].parts["memcpy"][0].append(clock(copy))
         return 0.0
 
     interleaved([cycle], repeats, on_round)
@@ -139,16 +129,25 @@ def compare_program(
     for each in samples.values():
         each.drop_first()
     rows = [samples[name].row(f"{name}_us", params) for name in _OPERATIONS]
-    ours, theirs = (side.pool_bytes() for side in sides)
-    pool = Comparison(
-        "pool_bytes",
-        "jax/torch",
-        Spread.of([ours / theirs]),
-        params=params,
-        jax=Spread.of([ours]),
-        torch=Spread.of([theirs]),
-    )
-    return [*rows, pool]
+    return [*rows, bytes_row("pool_bytes", params, jax.pool_bytes(), torch.pool_bytes())]
+
+
+def _samples() -> Samples:
+    copies = list[Elapsed]()
+    return Samples(parts={"calls": ([], []), "memcpy": (copies, copies)})
+
+
+def _cycle(
+    sides: Sequence[Side], program: Program, clock: Clock, into: Mapping[str, tuple[list[Elapsed], list[Elapsed]]]
+) -> None:
+    works = [_works(side, program) for side in sides]
+    for name in _OPERATIONS:
+        for work, times in zip(works, into[name], strict=True):
+            if name == "move":
+                work["plan"]()
+            times.append(clock(work[name]))
+    for side in sides:
+        program.end(side.executor)
 
 
 def _works(side: Side, program: Program) -> dict[str, Callable[[], object]]:

@@ -29,6 +29,7 @@ _SHAPES: Final = (
     Shape(8, 1, 256, 64, 6),
     Shape(40, 2, 96, 128, 4),
     Shape(6, 6, 80, 32, 9),
+    Shape(4, 4, 32, 16, 7),
 )
 _TINY: Final = (Shape(2, 1, 32, 16, 2), Shape(4, 2, 16, 64, 1))
 

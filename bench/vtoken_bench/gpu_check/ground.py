@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vtoken_bench.record import Row
 from vtoken_bench.timing import Spread, interleaved
 
-__all__ = ["TOLERANCES", "Check", "Ground", "LeftOut"]
+__all__ = ["TOLERANCES", "Check", "Ground", "LeftOut", "worst"]
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
 """Largest difference over largest value, by the KV dtype (DESIGN §6)."""

@@ -44,6 +44,7 @@ STEPS: Final = (
     Step("fingerprint", "fingerprint kernel, the spec's integers", f"{_HERE}.check_copies:check_fingerprint"),
     Step("streams", "moves beside decode on real streams, both regimes", f"{_HERE}.check_streams:check_streams"),
     Step("graph", "captured decode under changed tables", f"{_HERE}.check_graph:check_graph"),
+    Step("engine", "TorchEngine: the CPU's tokens and mass", f"{_HERE}.check_engine:check_engine"),
     Step("conformance torch", "PyTorch executor", f"{_HERE}.check_conformance:check_torch", 75),
     Step("jax decode", "JAX decode kernels against float64", f"{_HERE}.check_jax:check_decode", 75, "jax"),
     Step("conformance jax", "JAX executor", f"{_HERE}.check_conformance:check_jax", 75, "jax"),

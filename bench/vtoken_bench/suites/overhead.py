@@ -61,7 +61,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from vtoken_bench.models import check_model_folder, smollm2_folder
+    from vtoken_bench.models import check_model_folder, model_name, smollm2_folder
     from vtoken_bench.overhead import Load
     from vtoken_bench.record import suite_record, suite_table
     from vtoken_bench.vllm_engine import prepare_vllm
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rows = [*_clocked_rows(clocked), *_ratio_rows(ratios)]
     summary = {**_summary(clocked, ratios), "mass": refusal or "measured"}
     console = Console()
-    console.print(suite_table(f"added to a step of {folder.name}, {load.num_requests} requests", rows))
+    console.print(suite_table(f"added to a step of {model_name(arguments.model)}, {load.num_requests} requests", rows))
     for line in _verdict(summary):
         console.print(line, highlight=False, soft_wrap=True)
     if arguments.json:

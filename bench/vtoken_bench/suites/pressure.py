@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         get_policy(policy)
     from rich.console import Console
 
-    from vtoken_bench.models import check_model_folder, smollm2_folder
+    from vtoken_bench.models import check_model_folder, model_name, smollm2_folder
     from vtoken_bench.pressure import Load, setups
     from vtoken_bench.pressure_report import make_record, print_pressure
     from vtoken_bench.vllm_engine import prepare_vllm
@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         progress.remove_task(task)
         rounds = run_rounds(folder, setups(policies), load, arguments.repeats, progress)
-    record = make_record(folder.name, load, rounds)
+    record = make_record(model_name(arguments.model), load, rounds)
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -100,7 +100,8 @@ def run_rounds(
     task = progress.add_task("", total=repeats * len(todo) * len(load.prompts) * load.max_tokens)
     for number in range(1, repeats + 1):
         for setup in todo:
-            progress.update(task, description=f"round {number} of {repeats}: {setup.label}")
+            round_of = f"round {number} of {repeats}: " if repeats > 1 else ""
+            progress.update(task, description=f"inside vLLM, {round_of}{setup.label}")
             rounds[setup].append(run_load(folder, setup, load, lambda count: progress.advance(task, count)))
     return rounds
 

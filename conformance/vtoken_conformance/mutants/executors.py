@@ -81,7 +81,7 @@ class RecycleAtCursor(ReferenceExecutor):
     def recycle(self, req_id: ReqId, kv: Buffer) -> None:
         table, write = self.tables[req_id], self.store.write
         at_cursor = table.slot_at(min(table.cursor, len(table.block_ids) * table.block_size - 1))
-        self.store.write = lambda slots, positions, kv: write([at_cursor], positions, kv)  # type: ignore[method-assign]
+        self.store.write = lambda slots, positions, kv: write([at_cursor], positions, kv)  # type: ignore[method-assign]  # for one call
         try:
             super().recycle(req_id, kv)
         finally:

@@ -1,10 +1,10 @@
-import copy
 import random
 from io import StringIO
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax_dense_llama import DenseLlama
 from rich.console import Console
 
 from vtoken.errors import SpecError
@@ -25,7 +25,7 @@ def mass_stays(row, positions):
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tokens_are_those_of_a_dense_forward_that_hides_the_victims(
-    hf_models, make_engine, make_oracle, evicting, policy, mode
+    dense_llama, make_engine, make_oracle, evicting, policy, mode
 ):
     engine = make_engine(**evicting(policy, mode=mode, low_watermark=1.0, cooldown_steps=1))
     oracle = make_oracle(engine, PROMPTS)
@@ -39,22 +39,22 @@ def test_tokens_are_those_of_a_dense_forward_that_hides_the_victims(
     assert counters.num_evicted_tokens > 60
     assert (counters.num_recycled_tokens > 0) == (mode == "eager")
     assert counters.num_moved_tokens > 0 or policy == "paged_eviction"  # whole pages leave no holes
-    assert oracle.check(hf_models("llama")[0], outputs) == 60
+    assert oracle.check(dense_llama, outputs) == 60
 
 
-def test_bfloat16_rounds_and_does_nothing_else(hf_models, make_engine, make_oracle, evicting):
+def test_bfloat16_rounds_and_does_nothing_else(model_folders, make_engine, make_oracle, evicting):
     engine = make_engine(**evicting("h2o"), dtype="bfloat16")
     oracle = make_oracle(engine, PROMPTS)
     assert {str(weight.dtype) for weight in engine.runner.weights} == {"bfloat16"}
 
     outputs = engine.generate(PROMPTS, SAMPLING, progress=False)
 
-    rounded = copy.deepcopy(hf_models("llama")[0]).bfloat16().float()
+    rounded = DenseLlama(model_folders("llama"), round_to=jnp.bfloat16)
     assert engine.counters.num_evicted_tokens > 60
-    assert oracle.check(rounded, outputs, tolerance=2**-5) == 60  # one part in 2^7 of logits up to 4
+    assert oracle.check(rounded, outputs, tolerance=2**-4) == 60  # two logits of up to 4, each off by one part in 2^7
 
 
-def test_freed_and_dead_slots_may_hold_anything(hf_models, make_engine, make_oracle, evicting):
+def test_freed_and_dead_slots_may_hold_anything(dense_llama, make_engine, make_oracle, evicting):
     """Every bit of a slot that no live token holds is set before each step, which is NaN."""
     engine = make_engine(**evicting("h2o", mode="lazy", low_watermark=0.0))
     oracle = make_oracle(engine, PROMPTS)
@@ -74,10 +74,10 @@ def test_freed_and_dead_slots_may_hold_anything(hf_models, make_engine, make_ora
 
     assert engine.counters.num_moved_tokens == 0
     assert engine.counters.num_evicted_tokens > 40
-    assert oracle.check(hf_models("llama")[0], outputs) == 40
+    assert oracle.check(dense_llama, outputs) == 40
 
 
-def test_a_prompt_longer_than_the_pool_is_served(hf_models, make_engine, make_oracle, evicting):
+def test_a_prompt_longer_than_the_pool_is_served(dense_llama, make_engine, make_oracle, evicting):
     engine = make_engine(num_blocks=14, **evicting("streaming_llm", when="pressure"))
     prompts = [PROMPTS[0][:20], PROMPTS[2][:20], [*PROMPTS[0], *PROMPTS[2]]]
     oracle = make_oracle(engine, prompts)
@@ -86,19 +86,19 @@ def test_a_prompt_longer_than_the_pool_is_served(hf_models, make_engine, make_or
 
     assert [each.finish_reason for each in outputs] == ["length"] * 3
     assert outputs[2].num_evicted > 40
-    assert oracle.check(hf_models("llama")[0], outputs) >= 72
+    assert oracle.check(dense_llama, outputs) >= 72
 
 
-def test_a_preempted_request_goes_on_as_if_nothing_had_happened(hf_models, make_engine, make_oracle):
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(dense_llama, make_engine, make_oracle):
     engine = make_engine(num_blocks=14, policy="none")
     prompts = [PROMPTS[0][:20], PROMPTS[2][:20]]
     oracle = make_oracle(engine, prompts)
     outputs = engine.generate(prompts, SAMPLING, progress=False)
     assert engine.counters.num_preemptions > 0
-    assert oracle.check(hf_models("llama")[0], outputs) >= 40
+    assert oracle.check(dense_llama, outputs) >= 40
 
 
-def test_a_shared_prefix_is_not_computed_twice_and_changes_no_token(hf_models, make_engine, make_oracle):
+def test_a_shared_prefix_is_not_computed_twice_and_changes_no_token(make_engine):
     common = PROMPTS[0][:24]
     prompts = [[*common, 5, 6, 7], [*common, 8, 9]]
     plain = make_engine(policy="none").generate(prompts, SAMPLING, progress=False)
@@ -162,7 +162,7 @@ def test_progress_is_shown_to_the_end_when_it_is_wanted(make_engine, monkeypatch
     assert "40/40" in shown.getvalue()
 
 
-def test_mistakes_are_refused_with_a_remedy(hf_models, make_engine):
+def test_mistakes_are_refused_with_a_remedy(make_engine):
     with pytest.raises(SpecError, match="config and kv_budget are both given"):
         make_engine(config=make_engine(policy="none").loop.config, kv_budget=4)
     with pytest.raises(SpecError, match="max_model_len=513: give 1 to the model's 512"):

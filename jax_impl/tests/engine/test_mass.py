@@ -12,19 +12,14 @@ DEAD = {2: [], 20: [1, 5, 6], 22: [9]}  # count: positions that die before the n
 
 
 @pytest.fixture(scope="module")
-def attention_rows(hf_models):
-    """Hugging Face's attention over the live tokens alone: rows of queries, summed over heads, mean over layers."""
-    torch = pytest.importorskip("torch")
-    model, _ = hf_models("llama")
-    model.set_attn_implementation("eager")
+def attention_rows(dense_llama):
+    """Attention over the live tokens alone: rows of queries, summed over heads, mean over layers."""
     tokens = [*PROMPT, 11, 12, 13]
-    hidden = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
+    hidden = np.zeros((len(tokens), len(tokens)), bool)
     for count, positions in DEAD.items():
         hidden[count:, positions] = True
-    mask = torch.zeros(hidden.shape).masked_fill(torch.from_numpy(hidden), -1e9)
-    result = model(torch.tensor([tokens]), attention_mask=mask[None, None], output_attentions=True)
-    rows = torch.stack(result.attentions).sum(2).mean(0)[0].detach().numpy()
-    return tokens, rows
+    _, attention = dense_llama(tokens, hidden)
+    return tokens, attention.sum(1).mean(0)
 
 
 def run(driver, tokens):
@@ -38,11 +33,11 @@ def run(driver, tokens):
 
 
 @pytest.mark.parametrize("need", NEEDS, ids=str)
-def test_scores_are_what_the_host_s_recorder_makes_of_hugging_face_s_attention(
-    hf_models, make_driver, attention_rows, need
+def test_scores_are_what_the_host_s_recorder_makes_of_a_dense_forward_s_attention(
+    model_folders, make_driver, attention_rows, need
 ) -> None:
     tokens, rows = attention_rows
-    driver = make_driver(JaxRunner.from_folder(hf_models("llama")[1], "float32"), need, num_blocks=24)
+    driver = make_driver(JaxRunner.from_folder(model_folders("llama"), "float32"), need, num_blocks=24)
     row, live = run(driver, tokens)
 
     mass, mass_rows = driver.runner.scores(row, live)
@@ -59,8 +54,8 @@ def test_scores_are_what_the_host_s_recorder_makes_of_hugging_face_s_attention(
         np.testing.assert_allclose(mass_rows, expected_rows, rtol=1e-4, atol=1e-5)
 
 
-def test_a_token_that_no_query_has_seen_has_no_mass(hf_models, make_driver) -> None:
-    driver = make_driver(JaxRunner.from_folder(hf_models("llama")[1], "float32"), MassNeed(), num_blocks=24)
+def test_a_token_that_no_query_has_seen_has_no_mass(model_folders, make_driver) -> None:
+    driver = make_driver(JaxRunner.from_folder(model_folders("llama"), "float32"), MassNeed(), num_blocks=24)
     driver.admit("a")
     assert np.isnan(driver.runner.scores(driver._rows["a"], [0, 1])[0]).all()
     assert driver.runner.lowest(driver._rows["a"], [0, 1], Choice(1, "mass", 1, ((0, 9),))) == []
@@ -69,9 +64,9 @@ def test_a_token_that_no_query_has_seen_has_no_mass(hf_models, make_driver) -> N
     assert np.isnan(mass).tolist() == [False, False, True]
 
 
-def test_a_row_that_is_forgotten_starts_at_zero(hf_models, make_driver, attention_rows) -> None:
+def test_a_row_that_is_forgotten_starts_at_zero(model_folders, make_driver, attention_rows) -> None:
     tokens, rows = attention_rows
-    driver = make_driver(JaxRunner.from_folder(hf_models("llama")[1], "float32"), MassNeed(), num_blocks=24)
+    driver = make_driver(JaxRunner.from_folder(model_folders("llama"), "float32"), MassNeed(), num_blocks=24)
     row, _ = run(driver, tokens)
     driver.runner.forget(row)
     driver.finish("a")
@@ -95,8 +90,8 @@ def brute(scores, positions, choice):
 
 @pytest.mark.parametrize("smooth", [1, 7])
 @pytest.mark.parametrize("need", [MassNeed(), MassNeed(window=20, rows=True)], ids=str)
-def test_the_device_chooses_as_the_host_does(hf_models, make_driver, attention_rows, need, smooth) -> None:
-    driver = make_driver(JaxRunner.from_folder(hf_models("llama")[1], "float32"), need, num_blocks=24)
+def test_the_device_chooses_as_the_host_does(model_folders, make_driver, attention_rows, need, smooth) -> None:
+    driver = make_driver(JaxRunner.from_folder(model_folders("llama"), "float32"), need, num_blocks=24)
     row, live = run(driver, attention_rows[0])
     mass, mass_rows = driver.runner.scores(row, live)
     scores = mass

@@ -7,7 +7,9 @@ import jax
 import pytest
 
 from vtoken.errors import SpecError
+from vtoken.policies.h2o import H2OPolicy
 from vtoken.serving.protocol import SamplingParams
+from vtoken.trace import VictimTrace
 from vtoken_jax.model.load import load_weights
 from vtoken_jax.snapshot import _bit_sum
 
@@ -91,6 +93,26 @@ def test_a_replay_goes_on_where_it_was_in_its_trace(running, make_engine, evicti
     other.load_snapshot(tmp_path / "replay")
     assert other.loop.scheduler.victims._next == places != {}
     assert fresh.counters.num_evicted_tokens == recorded.counters.num_evicted_tokens > 60
+
+
+def test_a_replay_of_another_trace_or_a_policy_in_its_place_is_refused(running, make_engine, evicting, tmp_path):
+    recorded = running()
+    running(trace=recorded.trace).save_snapshot(tmp_path / "replay")
+    rest(recorded)  # the trace grows: the engine that was saved replays it no more
+    for changes in ({"trace": recorded.trace}, {"trace": VictimTrace()}, {}):
+        with pytest.raises(SpecError, match=r"another source of victims: a trace of \d+ events, CRC-32 0x"):
+            make_engine(**evicting("h2o") | changes).load_snapshot(tmp_path / "replay")
+
+
+class LikeH2O(H2OPolicy):
+    """Under the same name."""
+
+
+def test_a_policy_of_the_same_name_and_another_class_is_refused(make_engine, evicting, running, snapshots, tmp_path):
+    folder = copied(snapshots, tmp_path, running)
+    engine = make_engine(**evicting("h2o"), policy_object=LikeH2O())
+    with pytest.raises(SpecError, match=r"source of victims: vtoken\.policies\.h2o\.H2OPolicy, this engine .*LikeH2O"):
+        engine.load_snapshot(folder)
 
 
 def copied(snapshots, tmp_path, running):
@@ -200,8 +222,8 @@ def test_a_snapshot_under_other_weights_is_refused(make_engine, evicting, runnin
         engine.load_snapshot(folder)
 
 
-def test_weights_in_tiles_and_without_are_the_same_set(make_engine, hf_models):
-    runner, folder = make_engine().runner, hf_models("llama")[1]
+def test_weights_in_tiles_and_without_are_the_same_set(make_engine, model_folders):
+    runner, folder = make_engine().runner, model_folders("llama")
     plain = tuple(jax.tree.leaves(load_weights(folder, runner.config, "float32")[1]))
     assert [each.shape for each in plain] != [each.shape for each in runner.weights]
     assert _bit_sum(plain) == _bit_sum(runner.weights)

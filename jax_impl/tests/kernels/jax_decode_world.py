@@ -1,4 +1,4 @@
-"""A small paged pool with every trap in it, and attention over it in float64."""
+"""A small paged pool with every trap in it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+
+from vtoken_jax.kernels.decode import reference_decode
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
 """|difference| over max|reference|, by the narrower of the query's and the pool's dtype (DESIGN §6)."""
@@ -51,21 +53,8 @@ class World:
         return self.q, *self.bits, self.table, self.num_blocks, self.live_words
 
     def expected(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Output and mass, one request and head at a time."""
-        batch, heads, head_size = self.q.shape
-        out, mass = np.zeros(self.q.shape), np.zeros(self.live.shape)
-        for request in range(batch):
-            live = self.live[request]
-            slots = self.slots[request][live]
-            for head in range(heads if len(slots) else 0):
-                start = head // (heads // self.num_kv_heads) * head_size
-                keys, values = (plane[slots, start : start + head_size].astype(np.float64) for plane in self.planes)
-                logits = keys @ self.q[request, head].astype(np.float64) * head_size**-0.5
-                weights = np.exp(logits - logits.max())
-                weights /= weights.sum()
-                out[request, head] = weights @ values
-                mass[request][live] += weights
-        return out, mass
+        """Output and mass."""
+        return reference_decode(*self.arguments, **self.static)
 
 
 def make_world(

@@ -1,4 +1,4 @@
-"""Every implementation of decode attention that runs here, against float64; all lower for CUDA."""
+"""Every implementation of decode attention that runs here, against the reference; all lower for CUDA."""
 
 from functools import lru_cache, partial
 
@@ -12,7 +12,7 @@ from vtoken.errors import SpecError
 from vtoken_jax import compat
 from vtoken_jax.kernels import decode as decode_module
 from vtoken_jax.kernels import decode_triton, decode_xla
-from vtoken_jax.kernels.decode import choose, paged_decode
+from vtoken_jax.kernels.decode import choose, paged_decode, reference_decode
 
 TRITON = partial(decode_triton.decode, interpret=True)
 
@@ -42,6 +42,7 @@ SHAPES = {
     "gqa_3_bfloat16": {"heads": (9, 3), "head_size": 64, "kv_dtype": "bfloat16"},
     "gqa_3_float16": {"heads": (9, 3), "head_size": 64, "kv_dtype": "float16"},
     "gqa_3_float32": {"heads": (9, 3), "head_size": 64},
+    "mha_6": {"heads": (6, 6), "head_size": 32},
     "mqa_float16": {"heads": (4, 1), "head_size": 128, "kv_dtype": "float16"},
     "head_size_80": {"heads": (4, 2), "head_size": 80, "kv_dtype": "bfloat16"},
     "head_size_8": {"heads": (4, 2), "head_size": 8},
@@ -134,13 +135,30 @@ def test_a_float32_query_over_a_narrow_pool_is_computed_in_float32(run, implemen
 
 
 @BOTH
-def test_a_live_nan_spoils_its_own_request_and_kv_head_alone(run, implementation):
+@pytest.mark.parametrize("plane", [0, 1], ids=["key", "value"])
+def test_a_live_nan_spoils_its_own_request_and_kv_head_alone(run, implementation, plane):
     world = make_world(heads=(4, 2), held=(3, 2), live_share=1.1)
-    world.planes[1][world.slots[0, 5], :16] = np.nan
+    world.planes[plane][world.slots[0, 5], :16] = np.nan
     out = np.asarray(run(world, implementation)[0])
     assert np.isnan(out[0, :2]).all()
     assert np.isfinite(out[0, 2:]).all()
     assert np.isfinite(out[1]).all()
+
+
+def test_the_reference_is_softmax_over_the_live_tokens_alone():
+    """Worked out by hand: two KV heads of one element, blocks of two; slots 2 and 5 live, and slot 2's keys are 0."""
+    q = np.array([[[1.0], [2.0], [1.0], [-1.0]]], np.float32)
+    keys, values = np.full((2, 8, 2), np.nan, np.float32)
+    keys[[2, 5]], values[[2, 5]] = [[0, 0], [np.log(3), np.log(9)]], [[4, 40], [8, 80]]
+    table, words = np.array([[2, 1, 3]]), np.array([[0b10, 0b01, 0b11]], np.uint32)
+    static = {"scale": 0.5, "kv_dtype": "float32", "num_kv_heads": 2, "block_size": 2}
+    bits = keys.view(np.uint32), values.view(np.uint32)
+
+    out, mass = reference_decode(q, *bits, table, np.array([2]), words, **static)
+
+    share = np.array([3**0.5 / (1 + 3**0.5), 3 / 4, 3 / 4, 1 / 4])  # of slot 5
+    np.testing.assert_allclose(out[0, :, 0], (1 + share) * [4, 4, 40, 40], rtol=1e-6)
+    np.testing.assert_allclose(mass, [[0, share.sum(), 4 - share.sum(), 0, 0, 0]], rtol=1e-6)
 
 
 def test_the_check_sees_a_leak(run):

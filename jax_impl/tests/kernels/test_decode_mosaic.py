@@ -1,10 +1,12 @@
-"""The Mosaic kernels in JAX's GPU interpreter, which watches for races; 0.10.2 has none, ``make aot-jax`` runs this."""
+"""The Mosaic kernels in JAX's GPU interpreter, which watches for races; 0.10.2 has none, ``make aot`` runs this."""
 
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu
 from jax_decode_world import assert_close, make_world
 
 from vtoken_jax import compat
@@ -64,3 +66,20 @@ def test_a_request_without_a_live_token_gives_zeros_and_no_mass(run):
     assert not np.asarray(out)[:2].any()
     assert not np.asarray(mass)[:2].any()
     assert_close(out, world.expected()[0], "float32")
+
+
+def test_the_check_sees_a_leak(run, monkeypatch):
+    """Control: dead slots that pass for live ones spread their NaN."""
+    monkeypatch.setattr(decode_mosaic, "live_tokens", lambda words, *_: jnp.ones((len(words), 48), bool))
+    with pytest.raises(AssertionError):
+        check(run, make_world(held=(2, 2)))
+
+
+@pytest.mark.skipif(compat.VERSION < (0, 12), reason="older interpreters print races and go on")
+def test_the_interpreter_sees_a_race(run, monkeypatch):
+    """Control: a tile is read while its copy is under way."""
+    with monkeypatch.context() as broken:
+        broken.setattr(mosaic_gpu, "barrier_wait", lambda barrier: None)
+        with pytest.raises(Exception, match="RACE DETECTED"):
+            check(run, make_world(held=(2, 1)))
+    check(run, make_world(held=(2, 1)))

@@ -1,11 +1,11 @@
-"""Chunks over paged history against float64, one query after the other."""
+"""Chunks over paged history against their reference in float64."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_decode_world import assert_close, make_world
 
-from vtoken_jax.kernels.prefill import paged_prefill
+from vtoken_jax.kernels.prefill import paged_prefill, reference_prefill
 
 NUM_QUERIES = 5
 
@@ -25,22 +25,9 @@ def place_tokens(world, seed=3):
     return q, positions, asking
 
 
-def expected(world, q, positions, asking, weights):
-    """One decode for each query, over what it sees."""
-    out, mass = np.zeros(q.shape), np.zeros((*weights.shape[:2], world.live.shape[1]))
-    live = world.live
-    for index in range(NUM_QUERIES):
-        world.q = q[:, index]
-        world.live = live & (positions[world.slots] <= asking[:, index, None])
-        out[:, index], paid = world.expected()
-        mass += weights[:, :, index, None] * paid[:, None]
-    world.live = live
-    return out, mass
-
-
-def run(world, q, positions, asking, weights=None):
+def run(world, q, positions, asking, weights=None, prefill=paged_prefill):
     bits, rest = world.bits, (world.table, world.num_blocks, world.live_words)
-    return paged_prefill(q, *bits, positions, *rest, asking, mass_weights=weights, **world.static)
+    return prefill(q, *bits, positions, *rest, asking, mass_weights=weights, **world.static)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +46,7 @@ def test_a_query_sees_its_position_and_before_and_masses_are_weighted_sums(shape
 
     out, mass = run(world, q, positions, asking, weights)
 
-    expected_out, expected_mass = expected(world, q, positions, asking, weights)
+    expected_out, expected_mass = run(world, q, positions, asking, weights, reference_prefill)
     assert (out.dtype, mass.dtype) == (jnp.float32, jnp.float32)
     assert_close(out, expected_out, "float32")
     assert_close(mass, expected_mass, "float32")
@@ -86,3 +73,17 @@ def test_a_live_nan_spoils_the_queries_that_see_it_alone():
     np.testing.assert_array_equal(out[0, :-1], clean[0, :-1])
     assert np.isnan(out[0, -1, :, 3]).all()
     assert np.isfinite(np.delete(out[0, -1], 3, axis=-1)).all()
+
+
+def test_the_reference_is_one_decode_for_each_query_over_what_it_sees():
+    world = make_world(held=(4, 0, 2), block_size=33)
+    q, positions, asking = place_tokens(world)
+    weights = np.random.default_rng(1).random((len(q), 2, NUM_QUERIES)).astype(np.float32)
+    out, mass = run(world, q, positions, asking, weights, reference_prefill)
+    live, expected_mass = world.live, np.zeros(mass.shape)
+    for index in range(NUM_QUERIES):
+        world.q, world.live = q[:, index], live & (positions[world.slots] <= asking[:, index, None])
+        expected, paid = world.expected()
+        np.testing.assert_allclose(out[:, index], expected, atol=1e-12)
+        expected_mass += weights[:, :, index, None] * paid[:, None]
+    np.testing.assert_allclose(mass, expected_mass, atol=1e-12)

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from jax_dense_llama import DenseLlama
 
 from vtoken.policies import MassNeed
 from vtoken.serving.protocol import SamplingParams
+from vtoken_jax.aot.models import MODELS
 from vtoken_jax.model.abstract import trace_step
 from vtoken_jax.model.config import ModelConfig
 from vtoken_jax.runner import JaxRunner
@@ -21,6 +25,20 @@ def hf_greedy(model, prompt, count):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_of_other_tests_is_hugging_face_s_model(hf_models, family) -> None:
+    import torch
+
+    model, folder = hf_models(family)
+    model.set_attn_implementation("eager")
+    theirs = model(torch.tensor([PROMPT]), output_attentions=True)
+
+    logits, attention = DenseLlama(folder)(PROMPT)
+
+    np.testing.assert_allclose(logits, theirs.logits[0].detach(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(attention, torch.stack(theirs.attentions)[:, 0].detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_hugging_face_s_over_two_chunks(hf_models, make_driver, family) -> None:
     model, folder = hf_models(family)
     driver = make_driver(JaxRunner.from_folder(folder, "float32"), num_blocks=40)
@@ -31,9 +49,8 @@ def test_greedy_tokens_are_hugging_face_s_over_two_chunks(hf_models, make_driver
     assert driver.greedy("a", PROMPT, 12, chunk=16) == expected
 
 
-def test_chunks_and_decodes_of_one_step_do_not_mix(hf_models, make_driver) -> None:
-    model, folder = hf_models("llama")
-    driver = make_driver(JaxRunner.from_folder(folder, "float32"), num_blocks=40)
+def test_chunks_and_decodes_of_one_step_do_not_mix(model_folders, dense_llama, make_driver) -> None:
+    driver = make_driver(JaxRunner.from_folder(model_folders("llama"), "float32"), num_blocks=40)
     first = driver.greedy("a", PROMPT[:9], 3)
     second = driver.greedy("b", PROMPT[2:], 2)
     driver.admit("c")
@@ -43,16 +60,16 @@ def test_chunks_and_decodes_of_one_step_do_not_mix(hf_models, make_driver) -> No
     rows = [driver.row("c", PROMPT[5:16], params), driver.row("b", second[-1:], params)]
     tokens = driver.runner.step(rows)
 
-    assert tokens == [hf_greedy(model, PROMPT[:16], 1)[0], hf_greedy(model, PROMPT[2:], 3)[-1]]
+    assert tokens == [dense_llama.greedy(PROMPT[:16], 1)[0], dense_llama.greedy(PROMPT[2:], 3)[-1]]
     table = driver.table_view("a")
     assert table.num_computed_tokens == 9 + 3
     assert driver.observe().requests["c"].positions == tuple(range(16))
 
 
 def test_steps_of_a_known_shape_are_not_compiled_again_not_even_by_another_engine(
-    hf_models, make_driver, num_compiles
+    model_folders, make_driver, num_compiles
 ) -> None:
-    _, folder = hf_models("llama")
+    folder = model_folders("llama")
 
     def run(prompt, count):
         driver = make_driver(JaxRunner.from_folder(folder, "float32"), num_blocks=40)
@@ -64,8 +81,8 @@ def test_steps_of_a_known_shape_are_not_compiled_again_not_even_by_another_engin
     assert first != second[:12]
 
 
-def test_each_step_that_is_compiled_is_told_once(hf_models, make_driver, num_compiles, caplog) -> None:
-    runner, before = JaxRunner.from_folder(hf_models("mistral")[1], "float32"), num_compiles("run_step")
+def test_each_step_that_is_compiled_is_told_once(model_folders, make_driver, num_compiles, caplog) -> None:
+    runner, before = JaxRunner.from_folder(model_folders("mistral"), "float32"), num_compiles("run_step")
     with caplog.at_level("INFO", "vtoken_jax"):
         driver = make_driver(runner, num_blocks=12, block_size=8)
         driver.greedy("a", PROMPT, 5)
@@ -84,9 +101,9 @@ def test_each_step_that_is_compiled_is_told_once(hf_models, make_driver, num_com
 
 
 def test_a_growing_request_compiles_one_step_for_each_width_and_a_second_one_none(
-    hf_models, make_driver, num_compiles, caplog
+    model_folders, make_driver, num_compiles, caplog
 ) -> None:
-    runner, prompt = JaxRunner.from_folder(hf_models("qwen2")[1], "float32"), PROMPT * 15
+    runner, prompt = JaxRunner.from_folder(model_folders("qwen2"), "float32"), PROMPT * 15
     with caplog.at_level("INFO", "vtoken_jax"):
         driver = make_driver(runner, num_blocks=80, block_size=16)
         driver.greedy("a", prompt, 25)
@@ -109,6 +126,7 @@ PAPER_MODELS = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "rope_scaling": {
             "rope_type": "llama3",
@@ -127,6 +145,7 @@ PAPER_MODELS = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
         "sliding_window": None,
     },
@@ -149,6 +168,7 @@ PAPER_MODELS = {
 @pytest.mark.parametrize("name", PAPER_MODELS)
 def test_a_step_of_the_paper_s_models_is_lowered_without_their_weights(name) -> None:
     config = ModelConfig.from_mapping(PAPER_MODELS[name])
+    assert replace(MODELS[name], max_positions=config.max_positions) == config  # that is what make aot compiles
     traced = trace_step(config, "bfloat16", ((8, 1), (1, 512)), num_blocks=4096, width_blocks=128)
 
     cache, masses, tokens = traced.out_info

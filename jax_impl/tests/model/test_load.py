@@ -15,31 +15,31 @@ def weights(folder, dtype="float32"):
     return load_weights(folder, ModelConfig.from_folder(folder), dtype)[1]
 
 
-def test_many_files_with_an_index_are_the_same_weights(hf_models) -> None:
-    _, whole = hf_models("qwen2")
-    _, sharded = hf_models("qwen2", max_shard_size="20KB")
-    assert len(list(sharded.glob("*.safetensors"))) > 2
-    same = jax.tree.map(np.array_equal, weights(whole), weights(sharded))
+def test_many_files_with_an_index_are_the_same_weights(hf_models, tmp_path) -> None:
+    model, whole = hf_models("qwen2")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    same = jax.tree.map(np.array_equal, weights(whole), weights(tmp_path))
     assert all(jax.tree.leaves(same))
 
 
-def test_weights_are_cast_and_nothing_is_left_at_its_first_value(hf_models) -> None:
-    leaves = jax.tree.leaves(weights(hf_models("llama")[1], "bfloat16"))
+def test_weights_are_cast_and_nothing_is_left_at_its_first_value(model_folders) -> None:
+    leaves = jax.tree.leaves(weights(model_folders("llama"), "bfloat16"))
     assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16"}
     assert all(len(np.unique(np.asarray(leaf))) > 1 for leaf in leaves)
 
 
 @pytest.mark.parametrize(("family", "is_tied"), [("qwen2", True), ("llama", False)])
-def test_matrices_that_multiply_come_in_tiles_when_asked(hf_models, family, is_tied) -> None:
-    config = ModelConfig.from_folder(hf_models(family)[1])
-    state = nnx.to_flat_state(load_weights(hf_models(family)[1], config, "float32", in_tiles=True)[1])
+def test_matrices_that_multiply_come_in_tiles_when_asked(model_folders, family, is_tied) -> None:
+    config = ModelConfig.from_folder(model_folders(family))
+    state = nnx.to_flat_state(load_weights(model_folders(family), config, "float32", in_tiles=True)[1])
     flat = {path for path, leaf in state if leaf.ndim == 2}
     assert flat == (set() if is_tied else {("embedding",)})
 
 
 @pytest.fixture
-def folder(hf_models, tmp_path):
-    return shutil.copytree(hf_models("llama")[1], tmp_path / "copy")
+def folder(model_folders, tmp_path):
+    return shutil.copytree(model_folders("llama"), tmp_path / "copy")
 
 
 def test_a_truncated_file_is_refused_by_name(folder) -> None:
@@ -70,8 +70,8 @@ def test_a_damaged_index_is_refused(folder) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_restores_every_bit(hf_models, tmp_path, dtype) -> None:
-    _, source = hf_models("llama")
+def test_a_checkpoint_restores_every_bit(model_folders, tmp_path, dtype) -> None:
+    source = model_folders("llama")
     config, state = ModelConfig.from_folder(source), weights(source, dtype)
     save_checkpoint(tmp_path / "weights", config, dtype, state)
 
@@ -81,13 +81,13 @@ def test_a_checkpoint_restores_every_bit(hf_models, tmp_path, dtype) -> None:
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored, state)))
 
 
-def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(hf_models, tmp_path) -> None:
-    _, source = hf_models("llama")
+def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(model_folders, tmp_path) -> None:
+    source = model_folders("llama")
     config, state = ModelConfig.from_folder(source), weights(source)
     save_checkpoint(tmp_path / "weights", config, "float32", state)
     with pytest.raises(SpecError, match="holds another model"):
         load_checkpoint(tmp_path / "weights", config, "bfloat16")
-    other = ModelConfig.from_folder(hf_models("mistral")[1])
+    other = ModelConfig.from_folder(model_folders("mistral"))
     with pytest.raises(SpecError, match="holds another model"):
         load_checkpoint(tmp_path / "weights", other, "float32")
     (tmp_path / "weights" / "files.json").unlink()

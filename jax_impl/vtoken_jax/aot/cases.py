@@ -1,7 +1,7 @@
 """What is compiled: kernels at the shapes of known models, whole steps, changes of the pool, and negative controls."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from vtoken.executor import DType, KVSpec
 from vtoken.policies.base import MassNeed
 from vtoken_jax import compat
+from vtoken_jax.aot.models import MODELS, heads_of
 from vtoken_jax.aot.target import Target
 from vtoken_jax.compaction import move_tokens
 from vtoken_jax.device_tables import words_per_block
@@ -20,7 +21,6 @@ from vtoken_jax.kernels import decode_mosaic
 from vtoken_jax.kernels.decode import Implementation, paged_decode
 from vtoken_jax.kv_cache import KVCache, make_cache, storage_dtype, write_tokens
 from vtoken_jax.model.abstract import trace_step
-from vtoken_jax.model.config import ModelConfig, RopeScaling
 
 __all__ = ["Case", "cases"]
 
@@ -34,11 +34,7 @@ _SMOLLM2 = KVSpec(
     num_layers=30, num_kv_heads=3, num_query_heads=9, head_size=64, dtype="bfloat16", block_size=_BLOCK_SIZE,
     num_blocks=_NUM_BLOCKS,
 )  # fmt: skip
-_HEADS: dict[str, tuple[int, int, int]] = {
-    "SmolLM2-135M": (9, 3, 64),
-    "Llama-3.1-8B": (32, 8, 128),
-    "Qwen2.5-7B": (28, 4, 128),
-}
+_KERNEL_MODELS = ("SmolLM2-135M", "Llama-3.1-8B", "Qwen2.5-7B")  # of different heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ def cases() -> Iterator[Case]:
     """All of them, controls last."""
     kernels: tuple[Implementation, ...] = ("mosaic", "triton")
     for implementation in kernels:
-        for model in _HEADS:
+        for model in _KERNEL_MODELS:
             yield _decode_case(model, "bfloat16", implementation)
         yield _decode_case("SmolLM2-135M", "float32", implementation)
     yield _decode_case("SmolLM2-135M", "bfloat16", "xla")
@@ -83,7 +79,7 @@ def cases() -> Iterator[Case]:
 
 
 def _decode_case(model: str, dtype: DType, implementation: Implementation, **changes: Any) -> Case:
-    heads, kv_heads, head_size = _HEADS[model]
+    heads, kv_heads, head_size = heads_of(model)
     num_slots, width = _NUM_BLOCKS * _BLOCK_SIZE, kv_heads * head_size
     num_tokens = _WIDTH * _BLOCK_SIZE
     logits = 4 * 4 * _BATCH * heads * num_tokens  # and their softmax
@@ -104,7 +100,7 @@ def _decode_case(model: str, dtype: DType, implementation: Implementation, **cha
 
 
 def _decode_arguments(model: str, dtype: DType) -> tuple[Any, ...]:
-    heads, kv_heads, head_size = _HEADS[model]
+    heads, kv_heads, head_size = heads_of(model)
     shape: Any = jax.ShapeDtypeStruct
     plane = shape((_NUM_BLOCKS * _BLOCK_SIZE, kv_heads * head_size), storage_dtype(jnp.dtype(dtype).itemsize))
     return (
@@ -166,34 +162,14 @@ def _pool_cases() -> Iterator[Case]:
     yield _pool_case("fingerprint", fingerprint, aliased=False)
 
 
-def _config(model: str) -> ModelConfig:
-    heads, kv_heads, head_size = _HEADS[model]
-    sizes = {"SmolLM2-135M": (576, 1536, 30, 49_152), "Llama-3.1-8B": (4096, 14_336, 32, 128_256)}
-    ropes = {
-        "SmolLM2-135M": (100_000.0, None),
-        "Llama-3.1-8B": (500_000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, original_positions=8192)),
-    }
-    hidden, intermediate, layers, vocabulary = sizes[model]
-    theta, scaling = ropes[model]
-    return ModelConfig(
-        family="llama", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_layers=layers,
-        num_query_heads=heads, num_kv_heads=kv_heads, head_size=head_size, max_positions=8192, rms_norm_eps=1e-5,
-        rope_theta=theta, rope_scaling=scaling, tied_embeddings=model == "SmolLM2-135M",
-    )  # fmt: skip
-
-
 def _step_cases() -> Iterator[Case]:
-    for model, shape, implementation in (
-        ("SmolLM2-135M", (_BATCH, 1), "mosaic"),
-        ("SmolLM2-135M", (1, _NUM_TOKENS), "mosaic"),
-        ("Llama-3.1-8B", (_BATCH, 1), "mosaic"),
-    ):
-        yield _step_case(model, shape, implementation)
+    for model in MODELS:
+        yield _step_case(model, (_BATCH, 1), "mosaic")
+    yield _step_case("SmolLM2-135M", (1, _NUM_TOKENS), "mosaic")
 
 
 def _step_case(model: str, shape: tuple[int, int], implementation: Any) -> Case:
-    config = _config(model)
-    rows, tokens = shape
+    config, (rows, tokens) = MODELS[model], shape
     kind = "decode" if tokens == 1 else "prefill"
     return Case(
         f"step {kind} {implementation}",
@@ -229,8 +205,17 @@ def _controls() -> Iterator[Case]:
         cache, slots, _ = target.place(_pool_arguments())
         return jax.jit(move_wide, donate_argnums=0).trace(cache, slots, slots)
 
+    def widened_in_part(target: Target) -> Any:
+        def move_and_widen(cache: KVCache, src: jax.Array, dst: jax.Array) -> Any:
+            moved = moved_of(cache, src, dst)
+            wide = barrier(moved.k[0].astype(jnp.uint32))  # one array of 60
+            return moved._replace(k=(wide.astype(moved.k[0].dtype), *moved.k[1:]))
+
+        cache, slots, _ = target.place(_pool_arguments())
+        return jax.jit(move_and_widen, donate_argnums=0).trace(cache, slots, slots)
+
     def spilling(target: Target) -> Any:
-        heads, kv_heads, head_size = _HEADS["Llama-3.1-8B"]
+        heads, kv_heads, head_size = heads_of("Llama-3.1-8B")
         decode = partial(
             decode_mosaic.decode, scale=head_size**-0.5, kv_dtype="bfloat16", num_kv_heads=kv_heads,
             block_size=_BLOCK_SIZE, sum_columns=heads * head_size,
@@ -249,8 +234,12 @@ def _controls() -> Iterator[Case]:
 
     yield _pool_case("control: move, not donated", undonated, breaks="aliases")
     yield _pool_case("control: move, widened", widened, breaks="temporary memory")
+    in_part = _pool_case("control: move, one array widened", widened_in_part, breaks="of a whole KV array")
+    yield replace(in_part, max_temp_bytes=64 << 20)  # so that the copy alone is held against it
     yield _decode_control("control: decode mosaic, all sums at once", spilling, "spill")
     yield _decode_control("control: triton, 512 KB of shared memory", overflowing, "does not compile")
+    plain = _decode_case("SmolLM2-135M", "float16", "mosaic")  # which multiplies without them
+    yield replace(plain, kernel="control: decode mosaic, tensor cores", tensor_core=True, breaks="tensor-core")
 
 
 def _decode_control(name: str, trace: Callable[[Target], Any], breaks: str) -> Case:

@@ -5,13 +5,21 @@ from typing import Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from vtoken.errors import SpecError
 from vtoken_jax import compat
 from vtoken_jax.kernels import decode_mosaic, decode_triton, decode_xla
-from vtoken_jax.kernels.rows import at_once, live_tokens
+from vtoken_jax.kernels.rows import (
+    at_once,
+    live_tokens,
+    reference_attend,
+    reference_elements,
+    reference_live,
+)
 
-__all__ = ["Decode", "Implementation", "choose", "paged_decode"]
+__all__ = ["Decode", "Implementation", "choose", "paged_decode", "reference_decode"]
 
 Implementation = Literal["auto", "xla", "triton", "mosaic"]
 
@@ -48,8 +56,12 @@ _DECODES: dict[str, Decode] = {
 }
 
 
-def choose(implementation: Implementation, *, kv_dtype: str, head_size: int, block_size: int) -> str:
+def choose(
+    implementation: Implementation, *, kv_dtype: str, head_size: int, block_size: int, platform: str | None = None
+) -> Implementation:
     """The implementation that runs: ``auto`` takes the kernel that this jax maintains, on a GPU whose limits it meets.
+
+    ``platform``: of the device that it runs on; None is that of JAX's default backend.
 
     Raises:
         SpecError: an unknown name, or a kernel that cannot take this shape.
@@ -63,7 +75,7 @@ def choose(implementation: Implementation, *, kv_dtype: str, head_size: int, blo
         raise SpecError(f"the Mosaic kernel cannot take {refusal}: use implementation='triton' or 'xla'")
     if implementation != "auto":
         return implementation
-    if jax.default_backend() != "gpu":
+    if (platform or jax.default_backend()) != "gpu":
         return "xla"
     if compat.TRITON_IS_MAINTAINED:
         return "triton"
@@ -121,3 +133,35 @@ def paged_decode(
         return out, None
     live = live_tokens(live_words, num_blocks, block_size)[:, None]
     return at_once((out, jnp.sum(jnp.where(live, jnp.exp(logits - lse[..., None]), 0.0), axis=1)))
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def reference_decode(
+    q: npt.ArrayLike,
+    k_plane: npt.ArrayLike,
+    v_plane: npt.ArrayLike,
+    block_table: npt.ArrayLike,
+    num_blocks: npt.ArrayLike,
+    live_words: npt.ArrayLike,
+    *,
+    scale: float,
+    kv_dtype: str,
+    num_kv_heads: int,
+    block_size: int,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Output and mass as ``paged_decode`` gives them, on the host in float64, one request and query head at a time."""
+    queries, table = np.asarray(q).astype(np.float64), np.asarray(block_table)
+    keys, values = (reference_elements(plane, kv_dtype) for plane in (k_plane, v_plane))
+    batch, num_query_heads, head_size = queries.shape
+    out, mass = np.zeros(queries.shape), np.zeros((batch, table.shape[1] * block_size))
+    for request, (words, held) in enumerate(zip(np.asarray(live_words), np.asarray(num_blocks), strict=True)):
+        live = np.array(reference_live(words, held, block_size), int)
+        slots = table[request, live // block_size] * block_size + live % block_size
+        for head in range(num_query_heads if len(live) else 0):
+            start = head // (num_query_heads // num_kv_heads) * head_size
+            rows = slots, slice(start, start + head_size)
+            out[request, head], weights = reference_attend(queries[request, head], keys[rows], values[rows], scale)
+            mass[request, live] += weights
+    return out, mass

@@ -4,10 +4,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
-from vtoken_jax.kernels.rows import at_once, attend, live_tokens, read_rows, token_slots
+from vtoken_jax.kernels.rows import (
+    at_once,
+    attend,
+    live_tokens,
+    read_rows,
+    reference_attend,
+    reference_elements,
+    reference_live,
+    token_slots,
+)
 
-__all__ = ["paged_prefill"]
+__all__ = ["paged_prefill", "reference_prefill"]
 
 
 @partial(jax.jit, static_argnames=("scale", "kv_dtype", "num_kv_heads", "block_size"))
@@ -65,3 +76,43 @@ def paged_prefill(
     attended: tuple[jax.Array, jax.Array | None]
     attended = jax.lax.map(attend_one, rows if mass_weights is None else (*rows, mass_weights))
     return at_once(attended)
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def reference_prefill(
+    q: npt.ArrayLike,
+    k_plane: npt.ArrayLike,
+    v_plane: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    block_table: npt.ArrayLike,
+    num_blocks: npt.ArrayLike,
+    live_words: npt.ArrayLike,
+    query_positions: npt.ArrayLike,
+    *,
+    scale: float,
+    kv_dtype: str,
+    num_kv_heads: int,
+    block_size: int,
+    mass_weights: npt.ArrayLike,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Output and mass as ``paged_prefill`` gives them, on the host in float64, one query and query head at a time."""
+    queries, table, places = np.asarray(q).astype(np.float64), np.asarray(block_table), np.asarray(positions)
+    asking, weights = np.asarray(query_positions), np.asarray(mass_weights)
+    keys, values = (reference_elements(plane, kv_dtype) for plane in (k_plane, v_plane))
+    *_, num_query_heads, head_size = queries.shape
+    out, mass = np.zeros(queries.shape), np.zeros((*weights.shape[:2], table.shape[1] * block_size))
+    for request, (words, held) in enumerate(zip(np.asarray(live_words), np.asarray(num_blocks), strict=True)):
+        live = np.array(reference_live(words, held, block_size), int)
+        slots = table[request, live // block_size] * block_size + live % block_size
+        for index, head in np.ndindex(queries.shape[1:3]):
+            is_seen = places[slots] <= asking[request, index]
+            if not is_seen.any():
+                continue
+            start = head // (num_query_heads // num_kv_heads) * head_size
+            rows = slots[is_seen], slice(start, start + head_size)
+            query = queries[request, index, head]
+            out[request, index, head], paid = reference_attend(query, keys[rows], values[rows], scale)
+            mass[request][:, live[is_seen]] += weights[request, :, index, None] * paid
+    return out, mass

@@ -1,13 +1,27 @@
-"""What the XLA kernels share: which slots a row of the tables names, which of them live, and attention over them."""
+"""What the XLA kernels share: which slots a row of the tables names, which of them live, and attention over them.
+
+Their references share it too, on the host, in float64, one token at a time.
+"""
 
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
-from vtoken_jax.device_tables import live_bits
+from vtoken_jax.device_tables import WORD_BITS, live_bits, words_per_block
 
-__all__ = ["at_once", "attend", "live_tokens", "read_rows", "token_slots"]
+__all__ = [
+    "at_once",
+    "attend",
+    "live_tokens",
+    "read_rows",
+    "reference_attend",
+    "reference_elements",
+    "reference_live",
+    "token_slots",
+]
 
 _Values = TypeVar("_Values")
 _EXACT = jax.lax.Precision.HIGHEST
@@ -85,3 +99,32 @@ def _spoil(out: jax.Array, visible: jax.Array, spoiled: jax.Array) -> jax.Array:
     hits = jnp.dot(visible.astype(jnp.float32), spoiled.astype(jnp.float32)) > 0.0
     hits = hits.reshape(num_queries, -1, 1, head_size)
     return jnp.where(hits, jnp.nan, out.reshape(*hits.shape[:2], -1, head_size)).reshape(out.shape)
+
+
+# -- for references --------------------------------------------------------------------------------------------------
+
+
+def reference_live(live_words: npt.ArrayLike, num_blocks: int, block_size: int) -> list[int]:
+    """Places in table order, ascending, of one row's live tokens."""
+    words = np.asarray(live_words).reshape(-1, words_per_block(block_size)).tolist()
+    places = [(block, offset) for block in range(num_blocks) for offset in range(block_size)]
+    return [
+        block * block_size + offset
+        for block, offset in places
+        if words[block][offset // WORD_BITS] >> offset % WORD_BITS & 1
+    ]
+
+
+def reference_elements(plane: npt.ArrayLike, kv_dtype: str) -> npt.NDArray[np.float64]:
+    """A plane of bits ``[num_slots, width]`` as numbers."""
+    return np.asarray(plane).view(jnp.dtype(kv_dtype)).astype(np.float64)
+
+
+def reference_attend(
+    query: npt.NDArray[np.float64], keys: npt.NDArray[np.float64], values: npt.NDArray[np.float64], scale: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Output ``[head_size]`` and softmax weights ``[n]`` of one query head over ``n`` tokens, at least one."""
+    logits = keys @ query * scale
+    weights = np.exp(logits - logits.max())
+    weights /= weights.sum()
+    return weights @ values, weights

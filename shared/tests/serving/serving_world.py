@@ -23,6 +23,39 @@ from vtoken.types import Position, set_bits
 VOCABULARY = 50
 MOST_STEPS = 1500
 
+POLICIES = (
+    "streaming_llm",
+    "sliding_window",
+    "random",
+    "h2o",
+    "tova",
+    "snapkv",
+    "scissorhands",
+    "paged_eviction",
+    "none",
+)
+SCORE_FREE = ("streaming_llm", "sliding_window", "random")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "eager, fill alone": {"recycle": False},
+    "lazy": {"mode": "lazy", "low_watermark": 1.0, "cooldown_steps": 2},
+    "naive": {"variant": "naive"},
+    "native": {"variant": "native"},
+}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Tokens that differ between seeds from the first one on."""
+    return [(seed * 17 + index * 7 + index * index) % VOCABULARY for index in range(length)]
+
+
+def budget_of(policy: str) -> dict[str, Any]:
+    return {"policy": policy, "kv_budget": None if policy == "none" else 16}
+
+
+PREFIX = prompt_of(13, seed=1)
+PROMPTS = [prompt_of(20), PREFIX + prompt_of(4, seed=2), PREFIX + prompt_of(9, seed=3), [1, 2, 3], prompt_of(9, seed=4)]
+
 
 def next_token(visible: Iterable[tuple[int, int]], sampling: SamplingParams, draw: int) -> int:
     """A hash of what is seen, and of the request's own draw where it samples."""
@@ -209,8 +242,3 @@ def make_world(
 
     made.pool.launch = checked_launch  # type: ignore[method-assign]
     return world
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Tokens that differ between seeds from the first one on."""
-    return [(seed * 17 + index * 7 + index * index) % VOCABULARY for index in range(length)]

@@ -12,6 +12,7 @@ One pass, in this order:
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 from vtoken.config import VTokenConfig
@@ -253,7 +254,7 @@ class ServingEngine:
         if Signal.ATTENTION_MASS not in policy.signals or self.config.variant == "native":
             return PolicyVictims(self.config, policy, on_event=on_event)
         self.runner.collect_mass(policy.mass_need(self.config))
-        lowest = self._lowest if isinstance(self.runner, RanksOnDevice) else None
+        lowest = partial(self._lowest, self.runner) if isinstance(self.runner, RanksOnDevice) else None
         return PolicyVictims(self.config, policy, self._scores, on_event, lowest)
 
     def _scores(
@@ -261,8 +262,9 @@ class ServingEngine:
     ) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
         return self.runner.scores(self.pool.row_of(str(trace_key)), positions)
 
-    def _lowest(self, trace_key: int, positions: Sequence[Position] | None, choice: Choice) -> Sequence[Position]:
-        ranker: RanksOnDevice = self.runner  # type: ignore[assignment]
+    def _lowest(
+        self, ranker: RanksOnDevice, trace_key: int, positions: Sequence[Position] | None, choice: Choice
+    ) -> Sequence[Position]:
         return ranker.lowest(self.pool.row_of(str(trace_key)), positions, choice)
 
 

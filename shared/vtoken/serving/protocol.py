@@ -38,7 +38,7 @@ class SamplingParams:
         if self.temperature < 0:
             raise SpecError(f"temperature={self.temperature}: give 0 (greedy) or more")
         if self.top_k < 0:
-            raise SpecError(f"top_k={self.top_k}: give a number of tokens, or 0 for all")
+            raise SpecError(f"top_k={self.top_k}: give a whole number of tokens, or 0 for all")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ import torch
 from vtoken.errors import InvariantError
 from vtoken_torch.copy_engine import CUDACopyEngine, IndexCopyEngine, StreamedCopyEngine, cuda, make_copy_engine
 from vtoken_torch.copy_engine.device import Plan
-from vtoken_torch.copy_engine.fake_device import FakeDevice, Race
+from vtoken_torch.copy_engine.fake_device import FakeDevice
+from vtoken_torch.copy_engine.race_clocks import Race
 from vtoken_torch.kv_cache import KVCache
 
 

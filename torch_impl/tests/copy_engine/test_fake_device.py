@@ -1,6 +1,7 @@
 import pytest
 
-from vtoken_torch.copy_engine.fake_device import Durations, FakeDevice, Race, Span
+from vtoken_torch.copy_engine.fake_device import Durations, FakeDevice, Span
+from vtoken_torch.copy_engine.race_clocks import Race
 
 
 def two_streams(device):

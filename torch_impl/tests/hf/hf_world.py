@@ -77,6 +77,7 @@ class Watched(HFRunner):
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
         store = self.store
         is_dead = torch.ones(store.spec.num_slots, dtype=torch.bool)
+        is_dead[store._src] = False  # tokens that are about to be moved
         for row in range(store.spec.max_num_reqs):
             is_dead[store.tables.live_slots(row)] = False
         store.cache.bits.view(torch.float32)[:, is_dead] = torch.nan

@@ -110,11 +110,12 @@ def pack(alive: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 LAYOUTS = {
     # axes of the buffer; b block, n slot, h KV head, l layer (the second is ours), p keys or values, d head size
     "planes": "pbnhd",
-    "NHD": "bnhpd",
-    "HND": "bhnpd",
-    "all layers, block first": "blhnpd",
-    "all layers, head outside": "lhbnpd",
-    "slots outside": "nbhpd",
+    "NHD": "bnhpd",  # vLLM's LBNHC: layers are memories of their own
+    "HND": "bhnpd",  # vLLM's LBHNC
+    "LHBNC": "lhbnpd",
+    "BLHNC": "blhnpd",
+    "BLNHC": "blnhpd",
+    "BHLNC": "bhlnpd",
     "keys NHD, values HND": None,
 }
 

@@ -34,7 +34,7 @@ def _decode(engine, tokens, lengths=(50, 60, 70), max_tokens=120, num_steps=30):
     for length in lengths:
         engine.submit(tokens(length), max_tokens)
     for _ in range(num_steps):
-        engine.engine.step()
+        engine.step()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_pass_in_which_nothing_is_due_touches_no_request(world, tokens, monkey
         calls = _count_calls(monkeypatch, side.ledger, *names)
         calls_of_side = _count_calls(monkeypatch, side, "end_step", "reclaim", "_begin")
         for _ in range(20):
-            engine.engine.step()
+            engine.step()
         assert not calls
         assert not calls_of_side
         assert [table.num_computed_tokens for table in side.ledger.tables.values()] == [
@@ -67,7 +67,7 @@ def test_in_steady_state_a_pass_recycles_without_a_look_at_any_table(world, refe
         events = _count_calls(monkeypatch, side.requests, "choose")
         before = side.counters.num_recycled_tokens
         for _ in range(48):
-            engine.engine.step()
+            engine.step()
         assert side.counters.num_recycled_tokens == before + 3 * 48
         assert calls["recycle_from_here"] == events["choose"] == 3 * 48 // 16  # from there on it goes by itself
         assert calls["table"] <= 5 * events["choose"]
@@ -116,7 +116,7 @@ def test_alarms_of_requests_that_left_do_not_ring(world, tokens):
         side = engine.scheduler.vtoken
         assert len(side._alarm_of) == 3
         engine.engine.abort_request(["0", "1", "2"])
-        engine.engine.step()
+        engine.step()
         assert not side._alarm_of
         engine.submit(tokens(50), 90)
         engine.run()

@@ -116,7 +116,6 @@ def test_mass_of_rows_with_holes(monkeypatch):
     from vllm_step import KernelStep
 
     from vtoken_torch.vllm_plugin.mass import collector as module
-    from vtoken_torch.vllm_plugin.record import MASS_ATTRIBUTE, StepRecord
 
     monkeypatch.setattr(module, "tensor_model_parallel_all_reduce", lambda masses: masses)
     step, dead = KernelStep(LENGTHS, QUERIES, num_heads=6, num_kv_heads=2), _holes()
@@ -124,18 +123,14 @@ def test_mass_of_rows_with_holes(monkeypatch):
         poison = torch.full((len(slots), 2, 64), torch.nan)
         step.write(row, slots, poison, poison)
     keeper = _keeper(step, dead)
-    runner = SimpleNamespace(device=step.query.device)
-    collector = module.MassCollector(SimpleNamespace(layers=[step.layer], runner=runner), keeper)
-    req_ids = [str(row) for row in range(len(LENGTHS))]
-    collector.before_moves(StepRecord(mass={"0": 0, "1": 0, "3": 0, "4": 5, "5": 1}))
-    collector.before_forward(req_ids)
+    collector = module.MassCollector(lambda: [step.layer], keeper)
+    windows = {0: 0, 1: 0, 3: 0, 4: 5, 5: 1}
+    collector.begin([step.ask(row, window) for row, window in windows.items()])
     _assert_right(step, dead)
-    result = SimpleNamespace()
-    collector.after_forward(req_ids, result)
-    report = getattr(result, MASS_ATTRIBUTE)
-    assert sorted(report) == ["0", "1", "3", "4", "5"]
-    for req_id, masses in report.items():
+    found = collector.end()
+    assert sorted(found) == ["0", "1", "3", "4", "5"]
+    for req_id, masses in found.items():
         row = int(req_id)
         expected = step.weights(row, dead).sum(0)
         expected = expected[-5:] if row == 4 else expected.sum(0, keepdim=True)
-        assert torch.allclose(torch.from_numpy(masses).double(), expected, rtol=1e-5, atol=1e-6), f"row {row}"
+        assert torch.allclose(masses.double(), expected, rtol=1e-5, atol=1e-6), f"row {row}"

@@ -1,65 +1,94 @@
-"""The book of masses alone: rows that wait for a question tell what rows read at once tell."""
+"""The scheduler's line of one request: which answer serves which choice."""
 
-import random
 from array import array
 
-import numpy as np
 import pytest
 
-from vtoken.policies import MassNeed, MassRecorder
+from vtoken.policies import Choice, MassNeed
+from vtoken_torch.vllm_plugin.mass.book import MassBook, RequestMass
+from vtoken_torch.vllm_plugin.mass.orders import Masses, Question
+
+ASKED = Choice(4, "mass", 1, ((2, 9),))
 
 
-def _steps(draw, num_steps):
-    """(packed positions, masses of all queries, number of queries, what dies before the next step)."""
-    live, count = [], 0
-    for _ in range(num_steps):
-        num_new = draw.choice([1, 1, 1, 5])
-        if num_new == 1 and len(live) > 3:
-            dead = [live.pop(draw.randrange(len(live))) for _ in range(draw.randrange(3))]
-        else:
-            dead = []
-        draw.shuffle(live)
-        live += range(count, count + num_new)
-        count += num_new
-        rows = np.tril(np.random.default_rng(count).random((num_new, len(live)), dtype=np.float32), len(live) - num_new)
-        yield dead, array("i", live), rows, count
+def answered(victims, choice=ASKED, num_known=10):
+    mass = RequestMass(MassNeed())
+    mass.expect(1)
+    number = mass.asked(num_known)
+    mass.known(1, num_known)
+    mass.answered(number, Question(choice, ()), array("i", victims))
+    return mass
+
+
+def test_an_answer_serves_the_choice_that_was_asked_for_and_smaller_ones():
+    mass = answered([7, 3, 8, 5])
+    assert mass.victims(ASKED) == [3, 5, 7, 8]
+    assert mass.victims(Choice(2, "mass", 1, ((2, 9),))) == [3, 7]
+    assert mass.victims(Choice(2, "mass", 1, ((2, 7),))) == [3, 5]
+    assert mass.victims(Choice(1, "mass", 1, ((2, 4), (6, 7)))) == [3]
 
 
 @pytest.mark.parametrize(
-    "need", [MassNeed(), MassNeed(decay=0.5), MassNeed(window=1), MassNeed(window=4), MassNeed(window=7, rows=True)]
+    "choice",
+    [
+        Choice(5, "mass", 1, ((2, 9),)),  # the fifth was not named
+        Choice(3, "mass", 1, ((2, 7),)),  # nor the third below 7
+        Choice(1, "mass", 1, ((2, 10),)),  # 9 was not ranked
+        Choice(1, "mass", 3, ((2, 9),)),
+        Choice(1, "above_mean", 1, ((2, 9),)),
+    ],
+    ids=str,
 )
-def test_the_book_says_what_a_recorder_says_that_is_told_all_at_once(need):
-    from vtoken_torch.vllm_plugin.mass.book import RequestMass
-
-    for seed in range(20):
-        draw = random.Random(seed)
-        mass, recorder = RequestMass(need), MassRecorder(need)
-        for dead, positions, rows, count in _steps(draw, 30):
-            mass.forget(dead)
-            recorder.forget(dead)
-            mass.expect(len(rows))
-            if need.window:
-                mass.take(positions, rows[-need.window :], len(rows), count)
-                for query, row in enumerate(rows):
-                    seen = len(positions) - len(rows) + query + 1
-                    recorder.observe(positions[:seen], row[:seen].tolist())
-            else:
-                mass.take(positions, rows.sum(0, keepdims=True), len(rows), count)
-                recorder.observe_sum(positions, rows.sum(0).tolist(), len(rows))
-            assert (mass.num_known, mass.num_chunks_under_way) == (count, 0)
-            if draw.random() < 0.3:
-                live = sorted(positions)
-                np.testing.assert_allclose(mass.scores(live)[0], recorder.scores(live)[0], rtol=1e-6)
-                np.testing.assert_array_equal(mass.scores(live)[1], recorder.scores(live)[1])
+def test_a_choice_that_the_answer_does_not_hold_finds_nobody(choice):
+    assert answered([7, 3, 8, 5]).victims(choice) is None
 
 
-def test_a_token_that_died_before_its_mass_came_leaves_nothing():
-    from vtoken_torch.vllm_plugin.mass.book import RequestMass
+def test_an_answer_that_names_everybody_serves_any_number():
+    assert answered([7, 3]).victims(Choice(9, "mass", 1, ((2, 8),))) == [3, 7]
+    assert answered([]).victims(ASKED) == []
 
-    mass = RequestMass(MassNeed())
-    mass.expect(3)
-    mass.forget([1])
-    assert mass.num_chunks_under_way == 1
-    mass.take(array("i", [0, 1, 2]), np.ones((1, 3), np.float32), 3, 3)
-    assert mass.scores([0, 2]) == ([1.0, 1.0], [])
-    assert sorted(mass._recorder._columns) == [0, 2]
+
+def test_what_was_chosen_since_the_question_is_not_chosen_again():
+    mass = answered([7, 3, 8, 5])
+    mass.forget([3])
+    assert mass.victims(Choice(2, "mass", 1, ((2, 9),))) == [7, 8]
+    assert mass.victims(ASKED) is None  # three are left
+    first, question = mass.asked(12), Question(ASKED, ())
+    mass.forget([7])
+    second = mass.asked(13)
+    mass.answered(first, question, array("i", [5, 7, 8, 6]))
+    assert mass.victims(Choice(3, "mass", 1, ((2, 9),))) == [5, 6, 8]
+    mass.answered(second, question, array("i", [6, 7, 8, 5]))  # it was told of all that were chosen
+    assert mass.victims(ASKED) == [5, 6, 7, 8]
+
+
+def test_an_answer_is_stale_once_a_later_result_is_back():
+    mass = answered([7, 3, 8, 5])
+    mass.expect(1)
+    assert mass.victims(ASKED) == [3, 5, 7, 8]
+    mass.known(1, 11)
+    assert mass.victims(ASKED) is None
+
+
+def test_a_choice_without_an_answer_asks_for_one():
+    book = MassBook()
+    book.open(0, MassNeed())
+    assert book.lowest(0, None, ASKED) == ()
+    assert book[0].is_wanted
+    book[0].asked(10)
+    assert not book[0].is_wanted
+
+
+def test_masses_are_handed_on_by_position():
+    nan = float("nan")
+    mass = RequestMass(MassNeed(window=2, rows=True))
+    mass.answered(
+        mass.asked(4),
+        Question(None, ()),
+        Masses(array("i", [0, 2, 3]), array("d", [1.0, 2.0, nan]), [array("d", [0.5, nan, nan])]),
+    )
+    assert mass.victims(ASKED) is None
+    scores, (row,) = mass.scores([2, 0, 7])
+    assert scores[:2] == [2.0, 1.0]
+    assert scores[2] != scores[2]
+    assert row[1] == 0.5

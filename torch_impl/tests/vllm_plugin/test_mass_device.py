@@ -57,23 +57,22 @@ def make_step(order, lengths=LENGTHS, queries=QUERIES, **case):
         slots = torch.arange(len(keys))
         step.cache[blocks[slots // 32].long(), :, slots % 32] = torch.cat([keys, values], dim=-1)
     step.layer = SimpleNamespace(impl=_Stock(step), kv_cache=step.cache)
+    # All that is read of vLLM's metadata: lengths are known on the host, and nobody waits for those on the device.
+    step.metadata = SimpleNamespace(num_actual_tokens=sum(queries), block_table=step.table)
     return step
 
 
 def collect(step, monkeypatch, asked, replaces=True, num_layers=2):
     """Masses by row, and what the last layer gave out."""
     from vtoken_torch.vllm_plugin.mass import collector as module
-    from vtoken_torch.vllm_plugin.record import StepRecord
 
     monkeypatch.setattr(module, "tensor_model_parallel_all_reduce", lambda masses: masses)
-    collector = module.MassCollector(SimpleNamespace(layers=[step.layer]), replaces=replaces)
-    collector.before_moves(StepRecord(mass=asked))
-    assert collector.acts
-    collector.before_forward([str(row) for row in range(len(step.lengths))])
+    collector = module.MassCollector(lambda: [step.layer], replaces=replaces)
+    collector.begin([step.ask(int(req_id), window) for req_id, window in asked.items()])
     outputs = [step.forward() for _ in range(num_layers)]
-    result = SimpleNamespace()
-    collector.after_forward([], result)
-    return {int(req_id): torch.from_numpy(masses) for req_id, masses in result.vtoken_mass.items()}, outputs[-1]
+    masses = {int(req_id): each for req_id, each in collector.end().items()}
+    assert collector.num_asks == 0
+    return masses, outputs[-1]
 
 
 def assert_masses(step, masses, asked):

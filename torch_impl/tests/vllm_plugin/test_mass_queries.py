@@ -73,7 +73,12 @@ class _Step:
         from vtoken_torch.vllm_plugin.mass.queries import Ask, Heads, KeyReader, rows_of
 
         reader = KeyReader(probe_packing(self.isa, self.dtype, BLOCK, HEAD_SIZE)[:, :HEAD_SIZE])
-        asks = [Ask(str(row), row, window) for row, window in enumerate(windows) if window is not None]
+        starts = self.metadata.query_start_loc.tolist()
+        asks = [
+            Ask(str(row), row, window, starts[row], QUERIES[row], LENGTHS[row])
+            for row, window in enumerate(windows)
+            if window is not None
+        ]
         result = {}
         for rows in rows_of(asks, self.metadata, BLOCK):
             for _ in range(2):

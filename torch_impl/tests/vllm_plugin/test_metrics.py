@@ -88,13 +88,13 @@ def test_what_the_server_would_show_is_what_the_engine_counted(world, tokens, ex
         prefix = tokens(70)
         engine.submit(prefix + tokens(20), 60, vtoken_off=1)
         for _ in range(2):
-            engine.engine.step()
+            engine.step()
         for count in (130, 90, 140):  # they find the prefix, and its first holder keeps it
             engine.submit(prefix + tokens(count), 40)
         seen, watched = [], watch_usage(engine)
         while engine.engine.has_unfinished_requests():
             publisher(engine)._due = 0.0  # at each pass
-            engine.engine.step()
+            engine.step()
             seen += exposed()
             last = seen[-1].values
             assert last["held_blocks"] + last["free_blocks"] + last["in_flight_blocks"] == 19
@@ -141,14 +141,14 @@ def test_the_naive_variant_shows_what_it_cannot_give_back(world, tokens, exposed
 def test_what_verification_finds_is_counted(world, tokens, exposed):
     with world({**SETTINGS, "verify": True}) as engine:
         engine.submit(tokens(40), 20, vtoken_off=1)
-        engine.engine.step()
+        engine.step()
         (said,) = exposed()
         assert said.values["verification_failures"] == 0
         (req_id,) = engine.scheduler.requests
         engine.scheduler.vtoken.ledger.manager.num_evicted[req_id] = 1  # its table knows of no dead token
         for _ in range(3):
             publisher(engine)._due = 0.0
-            engine.engine.step()
+            engine.step()
         (said,) = exposed()
         assert said.values["verification_failures"] == 1
 

@@ -107,3 +107,16 @@ def test_a_hash_left_on_a_written_block_is_noticed(world, reference, tokens, mon
         engine.submit(tokens(150), 20)
         with pytest.raises(AssertionError, match="INV-7"):
             engine.run()
+
+
+def test_a_block_that_is_written_while_another_holder_copies_out_of_it_is_noticed(world, tokens, monkeypatch):
+    from vtoken_torch.vllm_plugin.pool import VllmPool
+
+    monkeypatch.setattr(VllmPool, "copied_out_of", lambda self, block_ids: None)
+    settings = {"policy": "random", "kv_budget": 60, "recent": 8, "interval": 8, "when": "always"}
+    prefix = tokens(128)
+    with world(settings, enable_prefix_caching=True, max_num_batched_tokens=2048) as engine:
+        for seed in range(6):
+            engine.submit(prefix + tokens(20), 4, vtoken_seed=seed)
+        with pytest.raises(AssertionError, match="INV-5: what a copy reads another one writes"):
+            engine.run()

@@ -1,6 +1,7 @@
 """CUDA, as far as it goes without a GPU: what is refused, and the worker that vLLM would start."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from vllm_plain_config import plain_config
@@ -84,7 +85,7 @@ def test_other_attention_backends_are_refused():
     assert backend_refusals(layers) == []
     other = SimpleNamespace(impl=type("FlashInferImpl", (), {})())
     assert backend_refusals([*layers, other]) == [
-        "attention by FlashInferImpl, unproven here: use attention backend FLASH_ATTN or TRITON_ATTN"
+        "attention by FlashInferImpl, unproven here: use attention backend FLASH_ATTN, TRITON_ATTN or CUSTOM"
     ]
 
 
@@ -128,4 +129,86 @@ def test_the_gpu_worker_converts_the_runner_that_vllm_makes(monkeypatch, is_v2):
     made = VTokenGPUWorker.__new__(VTokenGPUWorker)._make_model_runner()
     assert made is runner
     assert isinstance(made, EvictingRunner)
-    assert [type(part).__name__ for part in made.vtoken.parts] == ["MassCollector"]
+    assert [type(part).__name__ for part in made.vtoken.parts] == ["MassKeeper"]
+
+
+@pytest.fixture
+def custom_backend():
+    """``CUSTOM`` as the GPU worker registers it; the process has none afterwards."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vtoken_torch.vllm_plugin.mass.backend import register_custom
+
+    register_custom()
+    yield AttentionBackendEnum.CUSTOM
+    AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_vllm_resolves_custom_to_our_backend_on_a_card(custom_backend, monkeypatch):
+    import torch
+    from vllm.config.attention import AttentionConfig
+
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("stands for the GPU wheel's operators"))
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vtoken_torch.vllm_plugin.mass.backend import VTokenAttentionBackend
+    from vtoken_torch.vllm_plugin.on_cuda import backend_refusals
+
+    chosen = AttentionConfig(backend="CUSTOM").backend
+    assert chosen is custom_backend
+    capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    monkeypatch.setattr(CudaPlatformBase, "get_device_capability", capability)
+    case = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    path = CudaPlatformBase.get_attn_backend_cls(chosen, AttentionSelectorConfig(**case))
+    assert resolve_obj_by_qualname(path) is VTokenAttentionBackend
+    assert type(custom_backend)[VTokenAttentionBackend.get_name()] is custom_backend  # as a layer looks itself up
+    impl = VTokenAttentionBackend.get_impl_cls()(32, 128, 0.1, 8, None, None, "auto")
+    assert isinstance(impl, TritonAttentionImpl)
+    assert backend_refusals([SimpleNamespace(impl=impl)]) == []
+    with pytest.raises(ValueError, match="Selected backend"):
+        CudaPlatformBase.get_attn_backend_cls(chosen, AttentionSelectorConfig(**case, use_mla=True))
+
+
+def test_layers_of_our_backend_keep_their_class_and_are_vllms_until_somebody_watches(monkeypatch):
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+    from vtoken_torch.vllm_plugin.mass.attention_device import DeviceAttention
+    from vtoken_torch.vllm_plugin.mass.backend import VTokenTritonAttentionImpl
+
+    served, added = [], []
+    monkeypatch.setattr(TritonAttentionImpl, "forward", lambda self, *args: served.append(self) or args[6])
+    impl = VTokenTritonAttentionImpl.__new__(VTokenTritonAttentionImpl)
+    impl.__dict__ |= {"logits_soft_cap": 0, "sinks": None, "head_size": 64}
+    step = (None, None, None, None, None, SimpleNamespace(num_actual_tokens=3), "output")
+    assert impl.forward(*step) == "output"
+    collector = SimpleNamespace(num_asks=0, add=lambda *args: added.append(args))
+    DeviceAttention(replaces=True).watch([SimpleNamespace(impl=impl)], collector)
+    assert type(impl) is VTokenTritonAttentionImpl
+    impl.forward(*step)
+    assert (len(served), len(added)) == (2, 0)
+    collector.num_asks = 2  # of three rows: the third is vLLM's
+    impl.forward(*step)
+    assert (len(served), len(added)) == (3, 1)
+    collector.num_asks = 3
+    impl.forward(*step)
+    assert (len(served), len(added)) == (3, 2)
+
+
+def test_the_gpu_worker_registers_our_backend(monkeypatch):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vtoken_torch.vllm_plugin.worker_gpu import VTokenGPUWorker
+
+    monkeypatch.setattr(Worker, "init_device", lambda self: None)
+    worker = VTokenGPUWorker.__new__(VTokenGPUWorker)
+    worker.vllm_config = on_cuda(H2O)
+    try:
+        worker.init_device()
+        assert AttentionBackendEnum.CUSTOM.get_class().get_name() == "CUSTOM"
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()

@@ -39,6 +39,8 @@ def test_engine_options_become_one_checked_config(tmp_path):
         ({**ENGINE, "regime": "fenced"}, "regime='fenced'"),
         ({**ENGINE, "timeline": 3}, "timeline=3: give the path of a file"),
         ({**ENGINE, "replay_trace": 3}, "replay_trace=3: give the path"),
+        ({**ENGINE, "timeline": "a/../t", "record_trace": "t"}, "record_trace='t': it is the file of timeline too"),
+        ({**ENGINE, "replay_trace": "t", "record_trace": "t"}, "record_trace='t': it is the file of replay_trace too"),
         ({**ENGINE, "policy": "h20"}, "did you mean"),
         (
             {**ENGINE, "variant": "naive", "keep_prompt_cache": True},
@@ -84,16 +86,16 @@ NEEDS_BUDGET = "it has no budget, neither here nor from the engine: give"
 @pytest.mark.parametrize(
     ("extra_args", "default", "message"),
     [
-        ({"vtoken_budget": 0}, DEFAULT, "vtoken_budget=0: give a number of tokens of at least 1"),
+        ({"vtoken_budget": 0}, DEFAULT, "vtoken_budget=0: give a whole number of tokens of at least 2"),
         *(
             (
                 {"vtoken_budget": one},
                 DEFAULT,
-                "vtoken_budget=1: give a number of tokens of at least 2 (vLLM reads JSON's true as 1)",
+                f"vtoken_budget={one}: give a whole number of tokens of at least 2",
             )
             for one in (1, True)
         ),
-        ({"vtoken": {"kv_budget": True}}, DEFAULT, "kv_budget=True: give a number of tokens of at least 1"),
+        ({"vtoken": {"kv_budget": True}}, DEFAULT, "kv_budget=True: give a whole number of tokens of at least 1"),
         ({"vtoken_ratio": float("nan")}, DEFAULT, "vtoken_ratio=nan: give a share between 0 and 1"),
         *(
             ({field: value}, DEFAULT, f"{field}={value!r}: give integers below 2**63")
@@ -105,7 +107,7 @@ NEEDS_BUDGET = "it has no budget, neither here nor from the engine: give"
             DEFAULT,
             f"protected=[[0, {2**63}]]: give integers below 2**63",
         ),
-        ({"vtoken_budget": "many"}, DEFAULT, "vtoken_budget='many': give a number of tokens of at least 1"),
+        ({"vtoken_budget": "many"}, DEFAULT, "vtoken_budget='many': give a whole number of tokens of at least 2"),
         ({"vtoken_ratio": 2}, DEFAULT, "vtoken_ratio=2: give a share between 0 and 1"),
         ({"vtoken_ratio": 1}, DEFAULT, "vtoken_ratio=1 would drop every token: give a share below 1"),
         (
@@ -183,11 +185,25 @@ NEEDS_BUDGET = "it has no budget, neither here nor from the engine: give"
             "when='always': it holds for the whole engine, set it in additional_config",
         ),
         (
+            {"vtoken_when": "always"},
+            DEFAULT,
+            "vtoken_when='always': it holds for the whole engine, set it in additional_config",
+        ),
+        ({"vtoken_num_sinks": 4}, DEFAULT, "vtoken_num_sinks=4: unknown option, did you mean 'vtoken_sinks'?"),
+        (
+            {"vtoken_interval": 4},
+            DEFAULT,
+            (
+                "vtoken_interval=4: unknown option, known: vtoken_policy, vtoken_budget, vtoken_ratio, vtoken_sinks, "
+                "vtoken_recent, vtoken_seed, vtoken_protect, vtoken_protect_prompt, vtoken_off"
+            ),
+        ),
+        (
             {"vtoken": {"nonsense": 1}},
             DEFAULT,
             (
-                "nonsense=1: unknown option, known: policy, kv_budget, eviction_ratio, interval, num_sinks, recent, "
-                "protected, seed, page_size, off, protect_prompt"
+                "nonsense=1: unknown option, known: policy, kv_budget, eviction_ratio, num_sinks, recent, seed, "
+                "protected, interval, page_size, off, protect_prompt"
             ),
         ),
     ],

@@ -154,3 +154,19 @@ def test_cached_blocks_leave_the_cache_where_there_is_no_room_to_copy(world, ref
         assert engine.scheduler.vtoken.ledger.pool.num_unhashed > 0
         engine.assert_exact(reference)
         engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("policy", ["random", "h2o", "streaming_llm"])
+def test_who_holds_a_block_last_does_not_write_it_while_the_others_copy_out_of_it(world, reference, tokens, policy):
+    """Six leave one prefix in one pass, whose copies may run in any order (INV-5)."""
+    prefix = tokens(128)
+    settings = {**SCATTERED, "policy": policy, "verify": True}
+    with world(settings, enable_prefix_caching=True, max_num_batched_tokens=2048) as engine:
+        for seed in range(6):
+            engine.submit(prefix + tokens(20), 30, vtoken_seed=seed)
+        engine.run()
+        for part in engine.scheduler.parts:
+            assert not getattr(part, "findings", None), part.findings
+        engine.assert_exact(reference)
+        engine.assert_nothing_left()
+        assert engine.counts["moves"] > 100

@@ -55,7 +55,7 @@ def test_settings_that_no_class_would_read_are_refused_at_start(world):
 
 def test_a_bad_request_is_a_value_error_and_the_engine_lives_on(world, reference, tokens):
     with world({"policy": "streaming_llm", "kv_budget": 64, "when": "always"}) as engine:
-        with pytest.raises(ValueError, match=r"vtoken_budget=-3: give a number of tokens of at least 1"):
+        with pytest.raises(ValueError, match=r"vtoken_budget=-3: give a whole number of tokens of at least 2"):
             engine.submit(tokens(40), 10, vtoken_budget=-3)
         with pytest.raises(ValueError, match="did you mean 'vtoken_budget'"):
             engine.submit(tokens(40), 10, vtoken_budged=3)

@@ -29,7 +29,7 @@ def report(tiny_llama):
         ("preempted", ("preemptions", "aborts", "recycled")),
         ("asynchronous", ("preemptions in flight", "aborts in flight", "recycled")),
         ("cached", ("cached", "moves", "recycled")),
-        ("mass", ("choices", "moves", "recycled")),
+        ("mass", ("choices", "sampled choices", "moves", "recycled")),
         ("lazy", ("choices", "moves", "evicted", "cached", "aborts")),
         ("fuzz", ("evicted", "moves", "aborts", "victims by mass")),
     ],

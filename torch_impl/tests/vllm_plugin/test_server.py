@@ -31,12 +31,12 @@ PER_REQUEST: tuple[dict[str, Any], ...] = (  # every flat name once, and none
 )
 AS_TEXT = (  # what the client would not send
     ('{"vtoken_ratio": NaN}', "vtoken_ratio=nan: give a share between 0 and 1"),
-    ('{"vtoken_budget": true}', "vtoken_budget=1: give a number of tokens of at least 2"),
+    ('{"vtoken_budget": true}', "vtoken_budget=1: give a whole number of tokens of at least 2"),
     ('{"vtoken_seed": 1000000000000000000000}', "vtoken_seed=1000000000000000000000: give integers below 2**63"),
     ('{"vtoken_budget": null}', "vtoken_budget"),
 )
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"vtoken_budget": -3}, "vtoken_budget=-3: give a number of tokens of at least 1"),
+    ({"vtoken_budget": -3}, "vtoken_budget=-3: give a whole number of tokens of at least 2"),
     ({"vtoken_ratio": 1.5}, "vtoken_ratio=1.5: give a share between 0 and 1"),
     ({"vtoken_policy": "streming_llm"}, "did you mean 'streaming_llm'"),
     ({"vtoken_sinks": -1}, "vtoken_sinks=-1: give an integer of at least 0"),
@@ -171,7 +171,13 @@ def check_text(client: Client) -> None:
     assert len(chat.logprobs.content) == NUM_TOKENS
     deltas = [chunk.choices[0].delta.content or "" for chunk in client.chat(text, stream=True) if chunk.choices]
     assert "".join(deltas) == chat.message.content
-    assert client.chat(text, xargs={"vtoken_off": 1}).choices[0].message.content != chat.message.content
+    off = {"vtoken_off": 1}
+    plain = client.chat(text, xargs=off).choices[0].message.content
+    assert plain != chat.message.content
+    settings = {"model": MODEL, "input": text, "max_output_tokens": NUM_TOKENS, "temperature": 0}
+    answer = client.api.responses.create(**settings, extra_body={"vllm_xargs": off}).output_text
+    assert answer
+    assert plain.startswith(answer)
 
 
 def check_refusals(client: Client) -> None:
@@ -192,6 +198,10 @@ def check_refusals(client: Client) -> None:
         for ask in (client.complete, client.chat):
             for stream in (False, True):
                 assert message in refusal(ask, xargs, stream), (xargs, stream)
+    bad, message = BAD[0]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.api.responses.create(model=MODEL, input="hello", stream=stream, extra_body={"vllm_xargs": bad})
     burst = BAD * 20
     with ThreadPoolExecutor(8) as threads:
         refusals = list(threads.map(lambda case: refusal(client.complete, case[0], False), burst))

@@ -148,14 +148,14 @@ def test_both_files_are_whole_while_the_engine_runs_and_without_an_orderly_end(w
         engine.submit(tokens(100), 30)
         for _ in range(20):
             timeline._flushed = -10.0  # a second is long over
-            engine.engine.step()
+            engine.step()
             lines, trace = read(path)
             counters = [event for event in trace if event["ph"] == "C"]
             num_steps = sum(line["kind"] == "step" for line in lines)
         assert num_steps == 20
         assert len(counters) == 20 * 7
         before = path.read_text()
-        engine.engine.step()
+        engine.step()
         assert path.read_text() == before  # kept for the next flush
         engine.run()
         engine.scheduler.schedule()  # a server's engine makes one more pass, and idle it flushes

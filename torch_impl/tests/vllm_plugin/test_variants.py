@@ -73,7 +73,7 @@ def test_a_trace_brings_the_same_deaths_in_another_layout(world, reference, toke
         assert [engine.outcomes[key].tokens for key in range(3)] == said
         assert deaths(engine) == recorded
         assert engine.outcomes[1].num_cached == 64
-        assert engine.counts["steps"] != num_steps
+        assert engine.counts["steps"] + 9 != num_steps
         assert all(len(epochs) == 1 and len(epochs[0]) > 20 for epochs in recorded)
 
 

@@ -42,3 +42,27 @@ def test_it_is_off_by_default(world):
     with world({"policy": "random", "kv_budget": 50}) as engine:
         parts = [*engine.scheduler.parts, *engine.runner.vtoken.parts]
         assert not any(isinstance(part, OnlineChecks | Fingerprints) for part in parts)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["in step", "async"])
+def test_a_break_of_a_request_whose_mass_is_collected_fails_it_alone(world, reference, tokens, monkeypatch, is_async):
+    """Its step is led astray, so that the mass of that step is of other tokens."""
+    from vtoken.invariants import Violation
+
+    with world({**ALWAYS, "policy": "h2o"}, async_scheduling=is_async) as engine:
+        part = checks(engine)
+        check = part._check_table
+
+        def break_one(table, record):
+            check(table, record)
+            if table.req_id.startswith("1-") and table.num_evicted_tokens:
+                raise Violation(8, table.req_id, "dead tokens", 0, 1)
+
+        monkeypatch.setattr(part, "_check_table", break_one)
+        for length in (90, 100, 110):
+            engine.submit(tokens(length), 40)
+        engine.run()
+        assert [(finding.number, finding.req_id[:2]) for finding in part.findings] == [(8, "1-")]
+        assert [len(engine.outcomes[key].tokens) == 40 for key in range(3)] == [True, False, True]
+        engine.assert_exact(reference, {0, 2})
+        engine.assert_nothing_left()

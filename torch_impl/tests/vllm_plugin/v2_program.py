@@ -79,12 +79,20 @@ def cached(cases: "Cases") -> Report:
 
 
 def mass(cases: "Cases") -> Report:
-    with cases.world({**FRONT, "policy": "h2o"}) as engine:
-        seen = MassWatch(engine)
-        engine.submit(cases.tokens(110), 20)
-        engine.submit(cases.tokens(90), 16, vtoken_policy="tova")
-        engine.run()
-        return {**cases.verdict(engine), "choices": seen.assert_chosen_by(cases.reference)}
+    """Of all queries, and of sampled ones."""
+    done = Counter[str]()
+    for source in ({}, {"signal_source": "score_pass", "score_every": 5}):
+        with cases.world({**FRONT, "policy": "h2o", **source}) as engine:
+            seen = MassWatch(engine, every=engine.scheduler.gate.capacity.mass_every)
+            engine.submit(cases.tokens(110), 20)
+            engine.submit(cases.tokens(90), 16, vtoken_policy="tova")
+            engine.run()
+            verdict = cases.verdict(engine)
+            runner = verdict.pop("runner")
+            done.update(verdict)
+            done["choices"] += (num_choices := seen.assert_chosen_by(cases.reference))
+            done["sampled choices"] += bool(source) and num_choices
+    return {**done, "runner": runner}
 
 
 def lazy(cases: "Cases") -> Report:

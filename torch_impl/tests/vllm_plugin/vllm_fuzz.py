@@ -19,6 +19,9 @@ def run_seed(
     draw = random.Random(seed)
     vtoken, settings = _settings(draw)
     vtoken["signal_source"] = random.Random(f"mass {seed}").choice(["attention", "attention", "score_pass"])
+    vtoken["verify"] = random.Random(f"verify {seed}").random() < 0.3
+    if settings["enable_prefix_caching"] and vtoken["mode"] == "eager" and vtoken["variant"] == "vtoken":
+        vtoken["keep_prompt_cache"] = random.Random(f"cache {seed}").random() < 0.3
     prompts = [[draw.randrange(3, 512) for _ in range(draw.randrange(33, 150))] for _ in range(2)]
     with world(vtoken, **settings) as engine:
         watch = MassWatch(engine, every=engine.scheduler.gate.capacity.mass_every)
@@ -32,6 +35,8 @@ def run_seed(
         engine.run(abort_at={draw.randrange(3, 200): key for key in draw.sample(range(num_requests), 3)})
         engine.assert_exact(reference)
         engine.assert_nothing_left()
+        for part in engine.scheduler.parts:
+            assert not getattr(part, "findings", None), part.findings
         side = engine.scheduler.vtoken
         met = Counter(engine.counts)
         met["victims by mass"] = watch.assert_chosen_by(reference)
@@ -67,5 +72,6 @@ def _settings(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _composition(vtoken: dict[str, Any], settings: dict[str, Any]) -> Counter[str]:
     """What the seed drew, by name."""
-    drawn = {key: vtoken[key] for key in ("policy", "when", "variant", "mode", "interval", "signal_source")} | settings
+    names = ("policy", "when", "variant", "mode", "interval", "signal_source", "verify", "keep_prompt_cache")
+    drawn = {key: vtoken[key] for key in names if key in vtoken} | settings
     return Counter(f"{key}={value}" for key, value in drawn.items())

@@ -1,6 +1,7 @@
-"""A user's program: engine and workers in processes of their own, two tensor-parallel ranks. Prints JSON.
+"""A user's program: engines and workers in processes of their own, two tensor-parallel ranks. Prints JSON.
 
-Arguments: model folder, file for the victim trace, prompts as JSON, settings of each prompt as JSON.
+Arguments: model folder, file for the victim trace, batches as JSON: each a name and its requests (prompt, tokens to
+say, settings). The batch ``lazy`` has an engine of its own; before the batch ``broken`` the second rank's copies break.
 """
 
 import json
@@ -21,58 +22,81 @@ os.environ |= {
 import pytest  # noqa: E402
 from vllm_world import engine_settings  # noqa: E402
 
+ENGINE = {"policy": "streaming_llm", "kv_budget": 64, "interval": 8, "when": "always", "verify": True}
+
 
 def note_records(worker: Any) -> None:
-    """Digests every record that this worker carries out."""
+    """Digests every record that this worker carries out, and keeps what it is told of each request's tokens."""
     side = worker.model_runner.vtoken
-    begin_step, side.digest = side.begin_step, 0
+    begin_step, side.digest, side.told = side.begin_step, 0, []
 
     def noted(output: Any) -> Any:
         record = begin_step(output)
         carried = (record.src_slots, record.dst_slots, record.block_ids, record.num_evicted, record.recycles)
-        side.digest = zlib.crc32(repr(carried).encode(), side.digest)
+        side.digest = zlib.crc32(repr((carried, record.live_words)).encode(), side.digest)
+        for req_id, made in record.verify.requests.items():
+            key = int(req_id.partition("-")[0])
+            side.told.append((key, made.is_start, made.first_new, made.first_new + len(made.new_slots), made.dead))
         return record
 
     side.begin_step = noted
 
 
-def what_was_done(worker: Any) -> list[int]:
+def what_was_done(worker: Any) -> dict[str, Any]:
     side = worker.model_runner.vtoken
-    return [side.digest, side.num_moved_tokens, side.num_recycled_tokens]
+    done = {"digest": side.digest, "moved": side.num_moved_tokens, "recycled": side.num_recycled_tokens}
+    return {**done, "told": side.told}
 
 
-def main(model_dir: str, trace: str, prompts: str, settings: str) -> None:
-    from vllm import LLM, SamplingParams
+def break_the_second_rank(worker: Any) -> None:
+    """Its copies lose a token from now on."""
+    mover = worker.model_runner.vtoken.mover
+    if worker.rank == 1:
+        move = mover.move
+        mover.move = lambda src, dst: move(src[1:], dst[1:])
+
+
+def run(llm: Any, requests: list[tuple[list[int], int, dict[str, Any]]]) -> dict[str, Any]:
+    from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    vtoken = {
-        "policy": "streaming_llm",
-        "kv_budget": 64,
-        "interval": 8,
-        "when": "always",
-        "record_trace": trace,
-        "verify": True,
-    }
-    llm = LLM(model_dir, **engine_settings(vtoken, tensor_parallel_size=2))
-    assert SamplingParams._verify_extra_args.__wrapped__.__module__ == "vllm.sampling_params", "wrapped once"
-    with pytest.raises(ValueError, match="vtoken_budget='nonsense': give a number of tokens"):  # in this very process
-        SamplingParams(extra_args={"vtoken_budget": "nonsense"})
-    llm.collective_rpc(note_records)
     outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=prompt) for prompt in json.loads(prompts)],
+        [TokensPrompt(prompt_token_ids=prompt) for prompt, *_ in requests],
         [
-            SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0, extra_args=each)
-            for each in json.loads(settings)
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, extra_args=settings)
+            for _, max_tokens, settings in requests
         ],
         use_tqdm=False,
     )
-    said = [list(output.outputs[0].token_ids) for output in outputs]
-    logprobs = [
-        [ranks[token].logprob for token, ranks in zip(tokens, output.outputs[0].logprobs, strict=True)]
-        for tokens, output in zip(said, outputs, strict=True)
-    ]
-    ranks = llm.collective_rpc(what_was_done)
-    print(json.dumps({"said": said, "logprobs": logprobs, "ranks": ranks, "all_free": llm.reset_prefix_cache()}))
+    ends = [output.outputs[0] for output in outputs]
+    return {
+        "keys": [int(output.request_id) for output in outputs],
+        "said": [list(end.token_ids) for end in ends],
+        "logprobs": [
+            [ranks[token].logprob for token, ranks in zip(end.token_ids, end.logprobs, strict=True)] for end in ends
+        ],
+        "ends": [(end.finish_reason, end.stop_reason) for end in ends],
+    }
+
+
+def main(model_dir: str, trace: str, batches: str) -> None:
+    from vllm import LLM, SamplingParams
+
+    given, report = json.loads(batches), {}
+    for name, more in (("eager", {"record_trace": trace}), ("lazy", {"mode": "lazy", "low_watermark": 1.0})):
+        llm = LLM(model_dir, **engine_settings({**ENGINE, **more}, tensor_parallel_size=2))
+        with pytest.raises(ValueError, match="vtoken_budget='nonsense': give a whole number"):  # in this very process
+            SamplingParams(extra_args={"vtoken_budget": "nonsense"})
+        llm.collective_rpc(note_records)
+        for batch in [batch for batch in given if (batch == "lazy") == (name == "lazy")]:
+            if batch == "broken":
+                llm.collective_rpc(break_the_second_rank)
+            report[batch] = run(llm, given[batch])
+            report[batch]["ranks"] = llm.collective_rpc(what_was_done)
+            report[batch]["all_free"] = llm.reset_prefix_cache()
+        llm.llm_engine.engine_core.shutdown()
+    assert SamplingParams._verify_extra_args.__wrapped__.__module__ == "vllm.sampling_params", "wrapped once"
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from vtoken_torch.vllm_plugin.mass.queries import Ask
+
 HEAD_SIZE = 64
 
 
@@ -81,6 +83,10 @@ class KernelStep:
         halves = self.cache.view(*self.cache.shape[:2], 2 * self.block_size, -1).chunk(2, dim=2)
         where = self.table[row, slots // self.block_size] * self.block_size + slots % self.block_size
         ops.cpu_attn_reshape_and_cache(keys, values, *halves, where.long(), self.isa)
+
+    def ask(self, row: int, window: int) -> Ask:
+        """For the mass of a row's queries."""
+        return Ask(str(row), row, window, int(self.starts[row]), self.queries[row], self.lengths[row])
 
     def forward(self) -> torch.Tensor:
         """What the layer's implementation says: ``[num_tokens, num_heads, HEAD_SIZE]``."""

@@ -2,12 +2,11 @@
 
 It takes the calls of a ``CopyDevice`` and judges them in two ways.
 
-*Clocks.* Host and streams each have a vector clock. Enqueueing takes the stream past all that the host knows; recording
-an event copies the stream's clock; waiting for it, and a ``query`` that says yes, join it to the waiter's. Every cell
-(slot, plan, pinned buffer) remembers its last write and the reads since. An access that no clock puts after a
-conflicting one is a ``Race``: it would be one in some order of events, whichever this run took. A yes orders the host,
-and thereby all that it enqueues later, so that a device which always says yes hides a missing wait: run with ``lag`` 0,
-which frees as early as allowed, and with ``lag`` above, where nothing is ordered by luck.
+*Clocks* (``race_clocks``). Enqueueing takes a stream past all that the host knows; recording an event copies the
+stream's clock; waiting for it, and a ``query`` that says yes, join it to the waiter's. An access that no clock puts
+after a conflicting one is a ``Race``: it would be one in some order of events, whichever this run took. A yes orders
+the host, and thereby all that it enqueues later, so that a device which always says yes hides a missing wait: run with
+``lag`` 0, which frees as early as allowed, and with ``lag`` above, where nothing is ordered by luck.
 
 *Data.* Work is queued with what it does, and done in an order that keeps to streams and waits alone: streams named in
 ``eager`` run as far ahead as they may, the others as late as they may.
@@ -17,29 +16,17 @@ allocator of a framework, nor the capture of graphs.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from vtoken.errors import InvariantError
 from vtoken.types import SlotId
 from vtoken_torch.copy_engine.device import Mover, Plan
+from vtoken_torch.copy_engine.race_clocks import HOST, Cell, Clock, RaceClocks
 
-__all__ = ["Durations", "FakeDevice", "FakeEvent", "FakeStream", "Race", "Span", "Wait"]
-
-Cell: TypeAlias = Hashable
-"""Memory that is accessed whole: a slot number, ("plan", plan) or ("pinned", plan)."""
-
-_Clock: TypeAlias = dict[str, int]
-_Epoch: TypeAlias = tuple[str, int, str]  # who, its clock then, what it did
-
-_HOST = "host"
-
-
-class Race(InvariantError):
-    """Two accesses to one cell, one of them a write, that nothing orders."""
+__all__ = ["Durations", "FakeDevice", "FakeEvent", "FakeStream", "Span", "Wait"]
 
 
 class Span(NamedTuple):
@@ -75,12 +62,6 @@ class _Task:
     waits_for: "tuple[FakeStream, int] | None" = None
 
 
-@dataclass(slots=True)
-class _Accesses:
-    write: _Epoch | None = None
-    reads: dict[str, _Epoch] = field(default_factory=dict)  # the last one of each stream since the write
-
-
 class FakeDevice:
     """A ``CopyDevice``.
 
@@ -91,6 +72,7 @@ class FakeDevice:
 
     Attributes:
         compute: the current stream.
+        clocks: of host and streams.
         spans, waits: in the order of the calls.
         now: simulated time of the host.
     """
@@ -108,10 +90,8 @@ class FakeDevice:
         self.waits: list[Wait] = []
         self.now = 0.0
         self._eager = frozenset(eager)
-        self._checks_races = checks_races
         self._durations = durations or Durations()
-        self._clocks: dict[str, _Clock] = {_HOST: {_HOST: 1}}
-        self._cells: dict[Cell, _Accesses] = {}
+        self.clocks = RaceClocks(checks_races)
         self._filled: dict[Plan, tuple[Sequence[SlotId], Sequence[SlotId]]] = {}
         self._uploaded: dict[Plan, tuple[Sequence[SlotId], Sequence[SlotId]]] = {}
         self._streams: list[FakeStream] = []
@@ -120,10 +100,7 @@ class FakeDevice:
     # -- a CopyDevice ------------------------------------------------------------------------------------------------
 
     def make_stream(self, name: str = "copy") -> "FakeStream":
-        if name in self._clocks:
-            name = f"{name} {len(self._streams)}"
-        self._clocks[name] = {name: 0}
-        self._streams.append(FakeStream(self, name))
+        self._streams.append(FakeStream(self, self.clocks.add(name)))
         return self._streams[-1]
 
     def make_event(self) -> "FakeEvent":
@@ -137,7 +114,7 @@ class FakeDevice:
         return self.compute
 
     def fill(self, plan: Plan, src: Sequence[SlotId], dst: Sequence[SlotId]) -> None:
-        self._access(_HOST, "fill pinned plan", (), (("pinned", plan),))
+        self.clocks.access(HOST, "fill pinned plan", (), (("pinned", plan),))
         self._filled[plan] = src, dst
         plan.fill(src, dst)
 
@@ -169,8 +146,8 @@ class FakeDevice:
         Raises:
             Race: nothing puts it after a conflicting access.
         """
-        _join(self._clocks[stream.name], self._clocks[_HOST])
-        self._access(stream.name, what, reads, writes)
+        self.clocks.join_host(stream.name)
+        self.clocks.access(stream.name, what, reads, writes)
         start = max(stream.time, self.now)
         stream.time = start + duration
         self.spans.append(Span(stream.name, start, stream.time, what))
@@ -178,43 +155,13 @@ class FakeDevice:
 
     def work(self, what: str, duration: float) -> None:
         """The host is busy."""
-        self.spans.append(Span(_HOST, self.now, self.now + duration, what))
+        self.spans.append(Span(HOST, self.now, self.now + duration, what))
         self.now += duration
 
     def finish(self) -> None:
         """All that is queued happens."""
         for stream in self._streams:
             stream.happen(stream.num_queued)
-
-    # -- clocks ------------------------------------------------------------------------------------------------------
-
-    def _access(self, who: str, what: str, reads: Iterable[Cell], writes: Iterable[Cell]) -> None:
-        clock, cells = self._clocks[who], self._cells
-        clock[who] += 1
-        epoch = who, clock[who], what
-        writes = tuple(writes)
-        written = set(writes)
-        if len(written) != len(writes):
-            self._report(f"{what} on {who} writes a cell twice")
-        for cell in reads:
-            accesses = cells.get(cell) or cells.setdefault(cell, _Accesses())
-            past = accesses.write
-            if cell in written:
-                self._report(f"{what} on {who} reads and writes {_name(cell)}, in no order")
-            if past is not None and clock.get(past[0], 0) < past[1]:
-                self._report(f"{what} on {who} reads {_name(cell)} and does not wait for {_past(past)}")
-            accesses.reads[who] = epoch
-        for cell in writes:
-            accesses = cells.get(cell) or cells.setdefault(cell, _Accesses())
-            for past in (accesses.write, *accesses.reads.values()):
-                if past is not None and clock.get(past[0], 0) < past[1]:
-                    self._report(f"{what} on {who} overwrites {_name(cell)}, which {_past(past)} may still use")
-            accesses.write = epoch
-            accesses.reads.clear()
-
-    def _report(self, text: str) -> None:
-        if self._checks_races:
-            raise Race(text)
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -237,7 +184,7 @@ class FakeStream:
     def wait_event(self, event: "FakeEvent") -> None:
         if event.clock is None or event.point is None:
             return  # as in CUDA: an event that was never recorded holds nobody up
-        _join(self._device._clocks[self.name], event.clock)
+        self._device.clocks.join(self.name, event.clock)
         self._device.waits.append(Wait(self.name, self.time, event.point[0].name, event.time))
         self.time = max(self.time, event.time)
         self._device._queue(self, _Task(waits_for=event.point))
@@ -265,12 +212,12 @@ class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._num_asked = 0
-        self.clock: _Clock | None = None
+        self.clock: Clock | None = None
         self.point: tuple[FakeStream, int] | None = None
         self.time = 0.0
 
     def record(self, stream: FakeStream) -> None:
-        self.clock = dict(self._device._clocks[stream.name])
+        self.clock = self._device.clocks.of(stream.name)
         self.point = stream, stream.num_queued
         self.time = max(stream.time, self._device.now)
         self._num_asked = 0
@@ -288,21 +235,7 @@ class FakeEvent:
     def synchronize(self) -> None:
         if self.clock is None or self.point is None:
             return
-        _join(self._device._clocks[_HOST], self.clock)
+        self._device.clocks.join(HOST, self.clock)
         self._device.now = max(self._device.now, self.time)
         stream, point = self.point
         stream.happen(point)
-
-
-def _join(clock: _Clock, other: _Clock) -> None:
-    for who, count in other.items():
-        if clock.get(who, 0) < count:
-            clock[who] = count
-
-
-def _name(cell: Cell) -> str:
-    return f"slot {cell}" if isinstance(cell, int) else f"a {cell[0]} buffer" if isinstance(cell, tuple) else str(cell)
-
-
-def _past(past: _Epoch) -> str:
-    return f"'{past[2]}' on {past[0]}"

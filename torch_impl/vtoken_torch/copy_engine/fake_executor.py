@@ -13,11 +13,19 @@ from vtoken_torch.executor import TorchExecutor
 from vtoken_torch.kv_cache import KVCache
 from vtoken_torch.kv_store import TorchKVStore
 
-__all__ = ["FakeStreamExecutor"]
+__all__ = ["FakeStreamExecutor", "fake_stream_copies"]
+
+
+def fake_stream_copies(cache: KVCache) -> StreamedCopyEngine:
+    """For ``TorchKVStore``: all but the moves happens at once, on a compute stream that runs ahead; moves happen when
+    they are waited for.
+    """
+    indexed = IndexCopyEngine(cache)
+    return StreamedCopyEngine(indexed, CUDACopyEngine(FakeDevice(lag=1, eager={"compute"}), indexed.move_planned))
 
 
 class FakeStreamExecutor(TorchExecutor):
-    """Everything but the moves happens at once, on a compute stream that runs ahead; moves happen when waited for.
+    """The PyTorch executor over ``fake_stream_copies``.
 
     Attributes:
         moves: the engine of the pool that was allocated last.
@@ -30,6 +38,6 @@ class FakeStreamExecutor(TorchExecutor):
         return TorchKVStore(spec, self.device, self._make_copies)
 
     def _make_copies(self, cache: KVCache) -> StreamedCopyEngine:
-        indexed = IndexCopyEngine(cache)
-        self.moves = CUDACopyEngine(FakeDevice(lag=1, eager={"compute"}), indexed.move_planned)
-        return StreamedCopyEngine(indexed, self.moves)
+        copies = fake_stream_copies(cache)
+        self.moves = copies.moves
+        return copies

@@ -10,6 +10,7 @@ from vtoken.executor import Buffer
 from vtoken.types import SlotId
 from vtoken_torch.copy_engine.cuda import CUDACopyEngine
 from vtoken_torch.kv_cache import KVCache
+from vtoken_torch.upload import send, upload
 
 __all__ = ["IndexCopyEngine", "StreamedCopyEngine"]
 
@@ -24,12 +25,12 @@ class IndexCopyEngine:
     def write(self, slots: Sequence[SlotId], kv: Buffer) -> None:
         """Uploads the bytes and scatters them."""
         tokens = torch.frombuffer(bytearray(kv), dtype=self._wide.dtype)  # a copy: torch wants memory it may write
-        rows = tokens.to(self._device).view(len(slots), self._wide.shape[0], -1).transpose(0, 1)
-        self._wide.index_copy_(1, self._index(slots), rows)
+        rows = send(tokens, self._device).view(len(slots), self._wide.shape[0], -1).transpose(0, 1)
+        self._wide.index_copy_(1, upload(slots, self._device), rows)
 
     def move(self, src: Sequence[SlotId], dst: Sequence[SlotId]) -> None:
         """Gathers the sources, then scatters them."""
-        self._move(self._index(src), self._index(dst))
+        self._move(*upload([src, dst], self._device))
 
     def move_planned(self, src: Tensor, dst: Tensor, count: Tensor) -> None:
         """``move`` as a ``Mover``; the lists have no rest behind their count, which so needs no look."""
@@ -45,9 +46,6 @@ class IndexCopyEngine:
 
     def _move(self, src: Tensor, dst: Tensor) -> None:
         self._wide.index_copy_(1, dst, self._wide.index_select(1, src))
-
-    def _index(self, slots: Sequence[SlotId]) -> Tensor:
-        return torch.tensor(slots, dtype=torch.int64, device=self._device)
 
 
 class StreamedCopyEngine:

@@ -21,13 +21,14 @@ class LayerAttention(Protocol):
 
         Args:
             layer: index of the layer.
-            query: ``[1, num_query_heads, num_tokens, head_size]``, rotated.
-            value: the step's own ``[1, num_kv_heads, num_tokens, head_size]``.
+            query: ``[1, num_query_heads, num_tokens, head_size]``, or ``[num_tokens, num_query_heads, 1, head_size]``,
+                as the model's inputs are; rotated.
+            value: the step's own, likewise of ``num_kv_heads``.
             scale: of the logits.
             extras: what else the model hands to its attention function.
 
         Returns:
-            ``[1, num_tokens, num_query_heads, head_size]``.
+            ``[1, num_tokens, num_query_heads, head_size]`` or ``[num_tokens, 1, num_query_heads, head_size]``.
         """
         ...
 
@@ -42,7 +43,7 @@ def paged_attention(
     vtoken: LayerAttention | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface: ``([1, num_tokens, num_query_heads, head_size], None)``."""
+    """transformers' interface: what ``LayerAttention.attend`` gives, and None for the weights."""
     if vtoken is None:
         raise SpecError(
             f"attention implementation {NAME!r} runs within vToken's engine only: call "

@@ -1,5 +1,6 @@
 """transformers' Cache over a paged pool: the model hands over each layer's keys and values, they go into slots."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not followed b
     """Writes a packed batch's KV. It knows no requests and no history: attention reads the pool itself.
 
     Attributes:
-        layer_kv: of each layer a view ``[2, num_slots * num_kv_heads, head_size]`` in the KV dtype: keys, then values.
-        dtype, num_kv_heads: of the KV.
+        layer_kv: of each layer a view ``[2 * num_slots * num_kv_heads, head_size]`` in the KV dtype, a row for each
+            head of each slot: keys first, then values.
+        dtype, num_kv_heads, head_size, block_size: of the KV.
         positions: ``[num_slots]`` int32 of the pool.
         slots: ``[num_tokens]`` int64, where the tokens of the step under way go; distinct.
     """
@@ -24,8 +26,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not followed b
     def __init__(self, kv: KVCache) -> None:
         super().__init__(layers=[])
         spec, floats = kv.spec, kv.bits.view(kv.keys(0).dtype)
-        self.dtype, self.num_kv_heads, self.positions = floats.dtype, spec.num_kv_heads, kv.positions
-        self.layer_kv = list(floats.view(spec.num_layers, 2, -1, spec.head_size))
+        self.dtype, self.positions = floats.dtype, kv.positions
+        self.num_kv_heads, self.head_size, self.block_size = spec.num_kv_heads, spec.head_size, spec.block_size
+        self.layer_kv = list(floats.view(spec.num_layers, -1, spec.head_size))
         self._planes = list(zip(floats[::2], floats[1::2], strict=True))
         self._row_size = floats.shape[2]
         self._scratch = floats.new_empty(0)
@@ -34,22 +37,22 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is not followed b
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scatters ``[1, num_kv_heads, num_tokens, head_size]``, rotated, into the step's slots."""
+        """Scatters ``[1, num_kv_heads, num_tokens, head_size]``, rotated, into the step's slots; or as many rows of one
+        token each."""
         keys, values = self._planes[layer_idx]
         keys.index_copy_(0, self.slots, key_states.transpose(1, 2).reshape(-1, self._row_size))
         values.index_copy_(0, self.slots, value_states.transpose(1, 2).reshape(-1, self._row_size))
         return key_states, value_states
 
-    def scratch(self, num_rows: int) -> Tensor:
-        """Memory for ``[2, num_rows, head_size]`` of one layer at a time, the same in all steps.
+    def scratch(self, *shape: int) -> Tensor:
+        """Memory in the KV dtype, of one layer at a time, the same in all steps.
 
         Fresh memory costs a page fault for every 4 KB.
         """
-        head_size = self.layer_kv[0].shape[2]
-        size = 2 * num_rows * head_size
+        size = prod(shape)
         if size > len(self._scratch):
             self._scratch = self._scratch.new_empty(2 * size)
-        return self._scratch[:size].view(2, num_rows, head_size)
+        return self._scratch[:size].view(shape)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Of no meaning here: positions are always given."""

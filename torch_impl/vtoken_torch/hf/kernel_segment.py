@@ -12,15 +12,35 @@ from vtoken_torch.kernels.decode_workspace import DecodeWorkspace
 from vtoken_torch.kv_store import TorchKVStore
 from vtoken_torch.upload import upload
 
-__all__ = ["KernelSegment", "make_workspace"]
+__all__ = ["KernelSegment", "Scratch"]
 
 
-def make_workspace(store: TorchKVStore, need: MassNeed | None) -> DecodeWorkspace:
-    """Scratch for all steps of a pool: logits are kept only where mass is."""
-    spec = store.spec
-    heads = spec.num_query_heads, spec.num_kv_heads, spec.head_size
-    device, with_logits = store.cache.device, need is not None
-    return DecodeWorkspace(spec.max_num_reqs, *heads, spec.num_slots, device, with_logits=with_logits)
+class Scratch:
+    """The workspace of all steps of a pool.
+
+    Logits take memory for each token of the longest request that there may be: where mass is collected, the workspace
+    is made anew, with room to spare, when a step needs a wider one.
+    """
+
+    def __init__(self, store: TorchKVStore, need: MassNeed | None) -> None:
+        self._spec, self._device, self._with_logits = store.spec, store.cache.device, need is not None
+        self._workspace: DecodeWorkspace | None = None
+
+    def of(self, num_tokens: int) -> DecodeWorkspace:
+        """For requests of up to ``num_tokens`` slots."""
+        if self._workspace is None or self._workspace.max_tokens < num_tokens:
+            self._workspace = None  # its memory first
+            spec = self._spec
+            self._workspace = DecodeWorkspace(
+                spec.max_num_reqs,
+                spec.num_query_heads,
+                spec.num_kv_heads,
+                spec.head_size,
+                min(2 * num_tokens, spec.num_slots),
+                self._device,
+                with_logits=self._with_logits,
+            )
+        return self._workspace
 
 
 class KernelSegment:
@@ -30,7 +50,7 @@ class KernelSegment:
         rows: of the store's tables.
         query_positions: ``[len(rows)]`` int64.
         store: tables and positions.
-        workspace: as ``make_workspace`` gives it; one step at a time.
+        scratch: of the pool; one step at a time.
         need: collects mass.
     """
 
@@ -39,11 +59,11 @@ class KernelSegment:
         rows: Sequence[int],
         query_positions: Tensor,
         store: TorchKVStore,
-        workspace: DecodeWorkspace,
+        scratch: Scratch,
         need: MassNeed | None,
     ) -> None:
         self.num_tokens = len(rows)
-        self._query_positions, self._workspace = query_positions, workspace
+        self._query_positions = query_positions
         spec = store.spec
         self._block_size = spec.block_size
         self._layer_shape = (2, -1, spec.block_size, spec.num_kv_heads, spec.head_size)
@@ -51,6 +71,7 @@ class KernelSegment:
         self._rows = which = upload(rows, device)
         self._num_blocks = tables.num_blocks[which]
         width = tables.block_table.shape[1] if need is None else tables.most_blocks(rows)
+        self._workspace = scratch.of(width * spec.block_size)
         self._block_table = tables.block_table[which, :width]
         self._live_words = tables.live_words[which, :width]
         self._positions, self._mass = None, None

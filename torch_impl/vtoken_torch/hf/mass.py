@@ -12,6 +12,7 @@ from torch import Tensor
 from vtoken.policies.base import MassNeed
 from vtoken.policies.ranking import Choice
 from vtoken.types import Position
+from vtoken_torch.ranking import above_mean, lowest
 from vtoken_torch.upload import upload
 
 __all__ = ["MassBook"]
@@ -79,20 +80,9 @@ class MassBook:
 
     def lowest(self, row: int, positions: Tensor, choice: Choice) -> list[Position]:
         """Victims among candidates ``[n]`` int64, ascending, as ``RanksOnDevice`` says. Only they go to the host."""
-        if choice.score == "mass":
-            scores = self._sums(row, positions)
-        else:
-            rows, seen = self._window(row, positions)
-            means = (rows * seen).sum(1, keepdim=True) / seen.sum(1, keepdim=True)
-            scores = ((rows > means) & seen).sum(0).double()
+        scores = self._sums(row, positions) if choice.score == "mass" else above_mean(*self._window(row, positions))
         _, end = self._queries.get(row, (0, 0))
-        is_known = positions < end  # they come first: positions ascend
-        scores = _smoothed(scores.where(is_known, 0.0), positions, is_known, choice.smooth)
-        edges = upload(choice.spans, positions.device).flatten()
-        may_die = (torch.searchsorted(edges, positions, right=True) % 2 == 1) & is_known
-        order = scores.masked_fill(~may_die, torch.inf).sort(stable=True).indices[: choice.count]
-        chosen = positions[order].where(may_die[order], -1).sort().values
-        return [int(position) for position in chosen.tolist() if position >= 0]  # the one wait for the device
+        return sorted(lowest(choice, scores, positions, positions < end))
 
     def _sums(self, row: int, positions: Tensor) -> Tensor:
         """``[n]`` float64; NaN where a token has no mass yet."""
@@ -114,19 +104,3 @@ class MassBook:
             return torch.zeros(self.masses.shape[1], len(positions), dtype=torch.float64, device=positions.device)
         found = self.masses[row][:, positions.clamp(max=capacity - 1)].double()
         return found.masked_fill(positions >= capacity, 0.0)
-
-
-def _smoothed(scores: Tensor, positions: Tensor, is_known: Tensor, window: int) -> Tensor:
-    """``vtoken.policies.base.smoothed`` of ``[n]`` scores that are zero where unknown."""
-    if window == 1:
-        return scores
-    half = window // 2
-    low = torch.searchsorted(positions, positions - half)
-    high = torch.searchsorted(positions, positions + half, right=True)
-    sums, counts = (_before(each.double()) for each in (scores, is_known))
-    return (sums[high] - sums[low]) / (counts[high] - counts[low]).clamp(min=1)
-
-
-def _before(values: Tensor) -> Tensor:
-    """``[n + 1]``: the sum of the values before each place."""
-    return torch.cat((values.new_zeros(1), values.cumsum(0)))

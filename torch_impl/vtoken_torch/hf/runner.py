@@ -71,21 +71,21 @@ class HFRunner:
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """The forward pass of ``step``: logits ``[n, vocab_size]`` of the rows that have ``sampling``, in order."""
         book = self._book
+        self.store.settle()  # what was moved is there before the first KV write (INV-3)
         plan = StepPlan(self.store, self._cache, rows, self._need, self._make_decode)
         output = self.model(
-            input_ids=plan.token_ids.unsqueeze(0),
-            position_ids=plan.positions.unsqueeze(0),
+            input_ids=plan.token_ids.view(plan.shape),
+            position_ids=plan.positions.view(plan.shape),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=plan.sampled,
+            logits_to_keep=plan.keep,
             vtoken=plan,
         )
         if book is not None:
             for row in rows:
                 book.expect(row.row, row.start, len(row.token_ids))
             plan.report(book)
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return plan.wanted(output.logits)
 
     @torch.inference_mode()
     def scores(self, row: int, positions: Sequence[Position]) -> tuple[Sequence[float], Sequence[Sequence[float]]]:
@@ -95,6 +95,7 @@ class HFRunner:
     def lowest(self, row: int, positions: Sequence[Position] | None, choice: Choice) -> list[Position]:
         """``RanksOnDevice``: victims chosen where the mass lies; only they come to the host."""
         if positions is None:
+            self.store.settle()
             slots, _ = self.store.tables.find_live([row])
             candidates = self.store.cache.positions[slots].long().sort().values
         else:
@@ -110,9 +111,9 @@ class HFRunner:
         need, store = self._need, self.store
         self._book = MassBook(need, store.spec.max_num_reqs, self.model.device) if need else None
         if self._decode_kernel:  # Triton is not everywhere
-            from vtoken_torch.hf.kernel_segment import KernelSegment, make_workspace
+            from vtoken_torch.hf.kernel_segment import KernelSegment, Scratch
 
-            self._make_decode = partial(KernelSegment, store=store, workspace=make_workspace(store, need), need=need)
+            self._make_decode = partial(KernelSegment, store=store, scratch=Scratch(store, need), need=need)
 
     def _known_book(self) -> MassBook:
         if self._book is None:

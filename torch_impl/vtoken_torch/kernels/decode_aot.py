@@ -81,14 +81,16 @@ def _signature(kernel: Any, types: dict[str, str]) -> dict[str, str]:
     return {name: types.get(name, "i32") for name in kernel.arg_names}
 
 
-_LLAMA_8B: Final = ((32, 8), 128)
+_LLAMA_8B: Final = ((32, 8), 128)  # and Mistral-7B
+_QWEN_14B: Final = ((40, 8), 128)
 _LLAMA_7B: Final = ((32, 32), 128)
 _LLAMA_70B: Final = ((64, 8), 128)
 _SMOLLM: Final = ((9, 3), 64)
-_PAPER: Final = (_LLAMA_8B, _LLAMA_7B, _LLAMA_70B, _SMOLLM)
+_MODELS: Final = (_LLAMA_8B, _QWEN_14B, _LLAMA_7B, _LLAMA_70B, _SMOLLM)
+"""The paper's (Llama-3.1-8B, Mistral-7B-v0.3, Qwen2.5-14B), one without grouped heads, a large one, the demo's."""
 
 AOT_CASES: Final = (
-    *(_split("bf16", *model, block_size) for model in _PAPER for block_size in (16, 32)),
+    *(_split("bf16", *model, block_size) for model in _MODELS for block_size in (16, 32)),
     *(_split("fp16", *model, 16) for model in (_LLAMA_8B, _SMOLLM)),
     *(_split("fp32", *model, 16) for model in (_LLAMA_8B, _SMOLLM)),
     _split("bf16", *_LLAMA_8B, 16, label="bf16 32/8 no logits", write_logits=False),
@@ -99,7 +101,8 @@ AOT_CASES: Final = (
     _split("bf16", *_LLAMA_8B, 16, label="strides not declared", strides=("q_req", "q_head"), breaks="narrow"),
     _split("bf16", *_LLAMA_8B, 16, label="tile of 256 tokens", tile=Tile(256, num_stages=4), breaks="registers"),
     _reduce("bf16", 32, 128),
+    _reduce("bf16", 40, 128),
     _reduce("bf16", 9, 64),
     _reduce("fp32", 32, 128),
-    *(_mass(num_query_heads, 16) for num_query_heads in (32, 64, 9)),
+    *(_mass(num_query_heads, 16) for num_query_heads in (32, 40, 64, 9)),
 )

@@ -16,6 +16,7 @@ from vtoken.fingerprint import SALTS
 from vtoken_torch.fingerprint import kv_fingerprints, sequence_sums
 from vtoken_torch.kernels.aot_case import AOTCase
 from vtoken_torch.kernels.planes import KVPlanes, RowLayout, constexprs
+from vtoken_torch.kernels.rows import slot_offset, word_offset
 
 __all__ = ["AOT_CASES", "fingerprint_kernel", "fingerprint_tokens", "fingerprint_tokens_reference"]
 
@@ -60,7 +61,7 @@ def fingerprint_kernel(
     index = tl.program_id(0) * group + tl.arange(0, group)
     is_token = index < num_tokens
     slot = tl.load(slots + index, mask=is_token, other=0).to(tl.int64)
-    place = (slot // block_size * stride_block + slot % block_size * stride_slot) * stride_unit
+    place = slot_offset(slot, stride_block, stride_slot, block_size, stride_unit)
     sum_0 = tl.zeros([group], tl.uint32)
     sum_1 = tl.zeros([group], tl.uint32)
     for plane in range(num_planes):
@@ -70,10 +71,7 @@ def fingerprint_kernel(
             base = tl.multiple_of(base, 16)
         for start in tl.static_range(0, num_runs * run, tile):
             words = start + tl.arange(0, tile)
-            if num_runs == 1:
-                offsets = words.to(tl.int64)
-            else:
-                offsets = (words // run).to(tl.int64) * stride_run * stride_unit + words % run
+            offsets = word_offset(words, stride_run, num_runs, run, stride_unit)
             mask = is_token[:, None] & (words < num_runs * run)[None, :]
             data = tl.load(base + place[:, None] + offsets[None, :], mask=mask, other=0).to(tl.uint32)
             step = (plane * (num_runs * run) + words).to(tl.uint32) * 0x9E3779B9

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vtoken_torch.kernels.aot_case import AOTCase
 from vtoken_torch.kernels.planes import KVPlanes, RowLayout, constexprs
+from vtoken_torch.kernels.rows import slot_offset, word_offset
 
 __all__ = ["AOT_CASES", "move_kernel", "move_tokens", "move_tokens_reference"]
 
@@ -51,14 +52,11 @@ def move_kernel(
         is_move = moves < num_moves
         source = tl.load(src + moves, mask=is_move, other=0).to(tl.int64)
         target = tl.load(dst + moves, mask=is_move, other=0).to(tl.int64)
-        source = (source // block_size * stride_block + source % block_size * stride_slot) * stride_unit
-        target = (target // block_size * stride_block + target % block_size * stride_slot) * stride_unit
+        source = slot_offset(source, stride_block, stride_slot, block_size, stride_unit)
+        target = slot_offset(target, stride_block, stride_slot, block_size, stride_unit)
         for start in tl.static_range(0, num_runs * run, tile):
             words = start + tl.arange(0, tile)
-            if num_runs == 1:
-                offsets = words.to(tl.int64)
-            else:
-                offsets = (words // run).to(tl.int64) * stride_run * stride_unit + words % run
+            offsets = word_offset(words, stride_run, num_runs, run, stride_unit)
             mask = is_move[:, None] & (words < num_runs * run)[None, :]
             data = tl.load(base + source[:, None] + offsets[None, :], mask=mask)
             tl.store(base + target[:, None] + offsets[None, :], data, mask=mask)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from vtoken_torch.vllm_plugin.fences import CopyReport, FenceKeeper
 from vtoken_torch.vllm_plugin.lazy.holes import HoleKeeper
-from vtoken_torch.vllm_plugin.mass.collector import MassCollector
 from vtoken_torch.vllm_plugin.mass.feed import MassFeed
+from vtoken_torch.vllm_plugin.mass.keeper import MassKeeper
 from vtoken_torch.vllm_plugin.metrics.publisher import Publisher, open_sink
 from vtoken_torch.vllm_plugin.metrics.readings import Readings
 from vtoken_torch.vllm_plugin.options import PluginOptions
@@ -25,7 +25,8 @@ def scheduler_parts(scheduler: "VTokenScheduler", options: PluginOptions) -> lis
     """The scheduler side's parts, in the order in which they are called."""
     fences = [FenceKeeper(scheduler.vtoken.ledger)] if options.copy_stream == "own" else []
     checks = [OnlineChecks(scheduler)] if options.verify else []
-    return [*fences, *checks, MassFeed(scheduler.vtoken, options.mass_every), *_observers(scheduler, options, *checks)]
+    mass = MassFeed(scheduler.vtoken, options.mass_every, scheduler.shortage)
+    return [*fences, *checks, mass, *_observers(scheduler, options, *checks)]
 
 
 def worker_parts(side: "WorkerSide", options: PluginOptions) -> list[WorkerPart]:
@@ -33,7 +34,7 @@ def worker_parts(side: "WorkerSide", options: PluginOptions) -> list[WorkerPart]
     fences = [CopyReport(side.copies)] if options.copy_stream == "own" else []
     fingerprints = [Fingerprints(side)] if options.verify else []
     holes = [HoleKeeper(side)] if options.is_lazy else []
-    mass = MassCollector(side, *holes, replaces=options.signal_source == "attention")
+    mass = MassKeeper(side, *holes, replaces=options.signal_source == "attention")
     return [*fences, *fingerprints, *holes, mass]  # holes first: their layers lie beneath
 
 

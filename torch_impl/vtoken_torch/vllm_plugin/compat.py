@@ -10,7 +10,7 @@ from vtoken.errors import SpecError
 from vtoken_torch.vllm_plugin.capacity import draft_refusal
 from vtoken_torch.vllm_plugin.on_cuda import device_refusals
 from vtoken_torch.vllm_plugin.options import PluginOptions, usable_policy
-from vtoken_torch.vllm_plugin.touched import changes
+from vtoken_torch.vllm_plugin.signatures import changes
 
 __all__ = [
     "GPU_WORKER",

@@ -21,6 +21,7 @@ from vtoken.eviction import Evictor, Running
 from vtoken.types import Position, ReqId, cdiv
 from vtoken.victims import Occasion
 from vtoken_torch.vllm_plugin.ledger import Ledger
+from vtoken_torch.vllm_plugin.mass.orders import Question
 from vtoken_torch.vllm_plugin.requests import RequestVictims
 
 __all__ = ["EngineDriver"]
@@ -113,6 +114,19 @@ class EngineDriver(Evictor):
         needed = self.ledger.num_blocks_needed
         return sum(needed(req_id, num_wanted.get(req_id, 1)) for req_id in self._running)
 
+    def question(self, req_id: ReqId, lead: int, is_short: bool) -> Question | None:
+        """What to ask the workers about a request's mass with the step of the pass that is closed.
+
+        Args:
+            req_id: a running request.
+            lead: as in ``MassFeed``.
+            is_short: memory may be short in the pass that the answer is for.
+        """
+        running = self._running[req_id]
+        may_give = is_short and self._may_give(req_id, running, lead)
+        occasion = running.occasion(after_chunk=self._wrote.get(req_id, False), under_pressure=may_give)
+        return self.requests.question(self.ledger.table_view(req_id), occasion, lead)
+
     # -- parts -------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -124,6 +138,12 @@ class EngineDriver(Evictor):
             if self.on_broken is None:
                 raise
             self.on_broken(req_id, error)
+
+    def _may_give(self, req_id: ReqId, running: Running, lead: int) -> bool:
+        """Whether the request will have blocks to give, once it has a token more for each pass of ``lead``."""
+        table = self.ledger.table(req_id)
+        is_growing = lead > 0 and table.cursor % table.block_size == 0
+        return self._blocks_to_give(req_id, running) + is_growing > 0
 
     def _note_chunk(self, req_id: ReqId, num_new: int) -> None:
         self._wrote[req_id] = self.is_chunk(req_id, num_new)

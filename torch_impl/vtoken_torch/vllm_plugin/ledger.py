@@ -24,12 +24,10 @@ from vtoken.types import BlockId, Position, ReqId, SlotId, cdiv
 from vtoken_torch.vllm_plugin.kv_spec import EvictingManager
 from vtoken_torch.vllm_plugin.pool import VllmPool
 from vtoken_torch.vllm_plugin.record import Recycles, StepRecord
+from vtoken_torch.vllm_plugin.recycling import Death, Recycling, num_in_turn
 from vtoken_torch.vllm_plugin.sharing import Sharing
 
-__all__ = ["Death", "Ledger", "PoolShape"]
-
-Death = tuple[int, Position]
-"""The count at which a doomed token dies, and the token."""
+__all__ = ["Ledger", "PoolShape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Ledger:
         self.spec = PoolShape(manager.block_size, self.pool.num_blocks)
         self.count = count
         self._tables = TokenTable(manager.block_size)
-        self.recycling: dict[ReqId, _Recycling] = {}
+        self.recycling: dict[ReqId, Recycling] = {}
         manager.recycling = self.recycling
         self._moved: dict[ReqId, dict[Position, tuple[SlotId, SlotId]]] = {}
         self._record = StepRecord()
@@ -156,13 +154,13 @@ class Ledger:
         """
         table = self._changed(req_id)
         first, size = table.num_computed_tokens, table.block_size
-        slots = table.slots_of([victim for _, victim in islice(deaths, _num_in_turn(deaths, first))])
+        slots = table.slots_of([victim for _, victim in islice(deaths, num_in_turn(deaths, first))])
         self.pool.forget_hashes((slots[0] // size,))  # nobody can come to share the others either
         guarded = self.pool.guarded({slot // size for slot in slots})
         if guarded:
             slots = list(takewhile(lambda slot: slot // size not in guarded, slots))
         dead = first - table.num_live_tokens
-        self.recycling[req_id] = _Recycling(self._requests[req_id], first, dead, slots, deaths)
+        self.recycling[req_id] = Recycling(self._requests[req_id], first, dead, slots, deaths)
         self._record.recycles[req_id] = Recycles(first, dead, array("q", slots))
         return self.recycling[req_id].end
 
@@ -203,6 +201,7 @@ class Ledger:
         self.pool.forget_hashes(written)
         self.manager.req_to_blocks[plan.req_id] = self.pool.blocks(table.block_ids)
         self._give_back(plan.req_id, plan.freed_block_ids)
+        self.pool.copied_out_of({move.src_slot // size for move in plan.moves}.intersection(plan.freed_block_ids))
         if self.pool.is_fenced:
             self._planned[plan.req_id] = self.pool.pass_number
         moved = self._moved.setdefault(plan.req_id, {})
@@ -293,50 +292,3 @@ class Ledger:
 
     def _give_back(self, req_id: ReqId, block_ids: Sequence[BlockId]) -> None:
         self.pool.free(self.pool.blocks(block_ids))
-
-
-def _num_in_turn(deaths: Iterable[Death], count: int) -> int:
-    """How many of these are alone at their counts, one after another from ``count`` on."""
-    num = 0
-    for due, _ in deaths:
-        if due > count + num:
-            break
-        if due < count + num and num:  # two at one count: a plan must follow
-            return num - 1
-        num += 1
-    return num
-
-
-@dataclass(slots=True)
-class _Recycling:
-    """Recycles of one request that go on by themselves; all but the deaths follows from its count.
-
-    Attributes:
-        request: vLLM's. It has no drafts in a pass, so that its count is the settled one.
-        first, num_dead, slots: as in ``Recycles``.
-        deaths: those to come, shared with the driver; the first are those of ``slots``.
-        num_settled: how many of them were taken off.
-    """
-
-    request: Request
-    first: Position
-    num_dead: int
-    slots: list[SlotId]
-    deaths: deque[Death]
-    num_settled: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.slots)
-
-    @property
-    def num_done(self) -> int:
-        return int(self.request.num_computed_tokens) - self.first
-
-    @property
-    def num_dead_now(self) -> int:
-        return self.num_dead + self.num_done
-
-    @property
-    def last_slot(self) -> SlotId:
-        return self.slots[self.num_done - 1]

@@ -81,7 +81,7 @@ class NaiveLedger(Ledger):
 
     def _give_back(self, req_id: ReqId, block_ids: Sequence[BlockId]) -> None:
         """What packing frees stays parked, unless the unmoved layout holds no more than the packed one."""
-        others = set(self.pool.not_private(block_ids))
+        others = {index for index, block in enumerate(self.pool.blocks(block_ids)) if block.ref_cnt != 1}
         own = [block_id for index, block_id in enumerate(block_ids) if index not in others]
         self.pool.free(self.pool.blocks(block_ids[index] for index in sorted(others)))
         self.pool.forget_hashes(own)  # a parked block may be written again

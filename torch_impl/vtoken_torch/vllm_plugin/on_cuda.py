@@ -43,4 +43,7 @@ def backend_refusals(layers: Iterable[Any]) -> list[str]:
     """Of the attention modules of a model on a GPU."""
     names = {type(layer.impl).__name__ for layer in layers}
     others = sorted(name for name in names if not name.endswith(_BACKENDS))
-    return [f"attention by {name}, unproven here: use attention backend FLASH_ATTN or TRITON_ATTN" for name in others]
+    return [
+        f"attention by {name}, unproven here: use attention backend FLASH_ATTN, TRITON_ATTN or CUSTOM"
+        for name in others
+    ]

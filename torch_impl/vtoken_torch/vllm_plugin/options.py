@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,17 +27,6 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 _PATHS = ("record_trace", "replay_trace", "timeline")
 _ENGINE_SWITCHES = ("verify", "metrics", "keep_prompt_cache", "unproven_device")
 
-_OF_A_REQUEST = (
-    "policy",
-    "kv_budget",
-    "eviction_ratio",
-    "interval",
-    "num_sinks",
-    "recent",
-    "protected",
-    "seed",
-    "page_size",
-)
 _FLAT = {
     "vtoken_policy": "policy",
     "vtoken_budget": "kv_budget",
@@ -51,6 +41,7 @@ _FLAT = {
 _BUDGETS = ("kv_budget", "eviction_ratio")
 _FLAT_OF = {field: key for key, field in _FLAT.items()}
 _SWITCHES = ("off", "protect_prompt")
+_OF_A_REQUEST = (*(field for field in _FLAT.values() if field not in _SWITCHES), "interval", "page_size")
 _LARGEST = 2**63 - 1  # what vLLM can carry from one process to another
 
 
@@ -132,7 +123,7 @@ class PluginOptions:
                 f"regime={options['regime']!r}: it is {regime!r} with copy_stream={own['copy_stream']!r}; leave it out"
             )
         own |= _scoring(options)
-        own |= {key: _path(key, value) for key in _PATHS if (value := options.pop(key, None)) is not None}
+        own |= _paths(options)
         own |= {key: _switch(key, options.pop(key)) for key in _ENGINE_SWITCHES if key in options}
         config = VTokenConfig.from_mapping(options)
         usable_policy(config.policy)
@@ -153,8 +144,9 @@ def request_config(extra_args: Mapping[str, Any] | None, default: VTokenConfig) 
     if not nested and not flat:
         return default
     _check_sizes(flat or nested)
-    if flat.get("vtoken_budget") == 1:
-        raise SpecError("vtoken_budget=1: give a number of tokens of at least 2 (vLLM reads JSON's true as 1)")
+    budget = flat.get("vtoken_budget")
+    if budget is not None and (type(budget) is not int or budget < 2):  # vLLM reads JSON's true as 1
+        raise SpecError(f"vtoken_budget={budget!r}: give a whole number of tokens of at least 2")
     names = _FLAT_OF if flat else {}
     changes = {_FLAT[key]: value for key, value in flat.items()} if flat else dict(nested)
     switches = {key: _switch(names.get(key, key), changes.pop(key, False)) for key in _SWITCHES}
@@ -210,10 +202,11 @@ def _check_known(given: Mapping[str, Any], known: Mapping[str, str] | tuple[str,
             continue
         if not isinstance(key, str):
             raise SpecError(f"{NAMESPACE}={dict(given)!r}: the key {key!r} is no name, use one of {', '.join(known)}")
-        if key in VTokenConfig.__dataclass_fields__:
+        name, short = key.removeprefix("vtoken_"), {each.removeprefix("vtoken_"): each for each in known}
+        if name in VTokenConfig.__dataclass_fields__ and name not in _OF_A_REQUEST:
             raise SpecError(f"{key}={given[key]!r}: it holds for the whole engine, set it in additional_config")
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        close = difflib.get_close_matches(name, short, n=1)
+        hint = f"did you mean {short[close[0]]!r}?" if close else f"known: {', '.join(known)}"
         raise SpecError(f"{key}={given[key]!r}: unknown option, {hint}")
 
 
@@ -282,6 +275,15 @@ def _scoring(options: dict[str, Any]) -> dict[str, Any]:
     if "score_every" in given and given.get("signal_source") != "score_pass":
         raise SpecError(f"score_every={every!r}: only the score pass samples: give signal_source='score_pass' too")
     return given
+
+
+def _paths(options: dict[str, Any]) -> dict[str, Path]:
+    """Takes the files out of ``options``: no two options may name one."""
+    found = {key: _path(key, value) for key in _PATHS if (value := options.pop(key, None)) is not None}
+    for key, other in combinations(found, 2):
+        if found[key].resolve() == found[other].resolve():
+            raise SpecError(f"{key}={str(found[key])!r}: it is the file of {other} too: name another")
+    return found
 
 
 def _path(key: str, value: object) -> Path:

@@ -29,6 +29,7 @@ class VllmPool:
         self.pass_number = 0
         self._fences: dict[int, list[KVCacheBlock]] = {}  # by the pass whose copies they wait for
         self._freed_in_pass: set[BlockId] = set()
+        self._read_in_pass: set[BlockId] = set()  # by copies of holders that have let go
         self.num_unhashed = 0
         self.num_copied = 0  # blocks taken to copy into
 
@@ -65,15 +66,15 @@ class VllmPool:
         """Held once: it may be written (after its hash is forgotten), and freeing it frees memory."""
         block = self._pool.blocks[block_id]
         is_kept = self.keeps_hashed and block.block_hash is not None
-        return bool(block.ref_cnt == 1 and not block.is_null and not is_kept)
+        return self.is_held_once(block_id) and not (block.is_null or is_kept)
 
     def is_held_once(self, block_id: BlockId) -> bool:
-        """Whether no other request holds the block; it may be in the prefix cache."""
-        return bool(self._pool.blocks[block_id].ref_cnt == 1)
+        """Whether no other request holds the block, or did before this pass's copies; it may be in the prefix cache."""
+        return bool(self._pool.blocks[block_id].ref_cnt == 1) and block_id not in self._read_in_pass
 
     def not_private(self, block_ids: Sequence[BlockId]) -> list[int]:
         """Indices into ``block_ids`` of the blocks that are not private, ascending."""
-        if self.keeps_hashed:
+        if self.keeps_hashed or self._read_in_pass:
             return [index for index, block_id in enumerate(block_ids) if not self.is_private(block_id)]
         known = self._pool.blocks
         return [index for index, block_id in enumerate(block_ids) if known[block_id].ref_cnt != 1]
@@ -104,6 +105,11 @@ class VllmPool:
         """A new scheduling pass: what the last one freed may be a copy target now."""
         self.pass_number += 1
         self._freed_in_pass.clear()
+        self._read_in_pass.clear()
+
+    def copied_out_of(self, block_ids: Iterable[BlockId]) -> None:
+        """Blocks that a holder left with copies: another one writes them no sooner than in the next pass (INV-5)."""
+        self._read_in_pass.update(block_ids)
 
     def take(self, block_ids: Sequence[BlockId]) -> None:
         """Takes free blocks off the list as copy targets; nobody finds them by hash any more."""

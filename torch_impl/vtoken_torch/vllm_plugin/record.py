@@ -4,15 +4,13 @@ from array import array
 from dataclasses import dataclass, field
 
 from vtoken.types import BlockId, Position, ReqId, SlotId
+from vtoken_torch.vllm_plugin.mass.orders import MassOrder
 from vtoken_torch.vllm_plugin.verify.changes import PassChanges
 
-__all__ = ["ATTRIBUTE", "MASS_ATTRIBUTE", "LiveWords", "Recycles", "StepRecord"]
+__all__ = ["ATTRIBUTE", "LiveWords", "Recycles", "StepRecord"]
 
 ATTRIBUTE = "vtoken_record"
 """Name under which the record hangs on vLLM's ``SchedulerOutput``; it is pickled with it."""
-
-MASS_ATTRIBUTE = "vtoken_mass"
-"""Name under which the masses that a record asks for hang on vLLM's ``ModelRunnerOutput``: float32 arrays by req_id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,7 @@ class StepRecord:
             it goes on.
         live_words: in lazy mode, words that changed; slots of which nothing was said are live. All words of a request
             are told when its block list is, none of them if it has no hole any more.
-        mass: for requests of this step whose policy needs attention mass: of how many queries at most, each in a row
-            of its own; 0: of all of them in one sum (``MassNeed.window``).
+        mass: for requests whose policy looks at attention, if they are in the step or a plan changed their layout.
         verify: in verification mode, what the pass did to each token.
     """
 
@@ -71,5 +68,5 @@ class StepRecord:
     num_evicted: dict[ReqId, int] = field(default_factory=dict)
     recycles: dict[ReqId, Recycles] = field(default_factory=dict)
     live_words: dict[ReqId, LiveWords] = field(default_factory=dict)
-    mass: dict[ReqId, int] = field(default_factory=dict)
+    mass: dict[ReqId, MassOrder] = field(default_factory=dict)
     verify: PassChanges | None = None

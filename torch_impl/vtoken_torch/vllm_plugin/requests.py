@@ -8,8 +8,10 @@ from vtoken.config import VTokenConfig
 from vtoken.policies import Signal
 from vtoken.reclamation.plan import TableView
 from vtoken.trace import TraceEvent, VictimTrace
+from vtoken.types import ReqId
 from vtoken.victims import Occasion, PolicyVictims, TraceVictims, VictimSource
 from vtoken_torch.vllm_plugin.mass.book import MassBook
+from vtoken_torch.vllm_plugin.mass.orders import Question
 from vtoken_torch.vllm_plugin.mass.victims import MassVictims
 from vtoken_torch.vllm_plugin.metrics.clocks import Stopwatch, TimedVictims
 from vtoken_torch.vllm_plugin.options import request_config, usable_policy
@@ -64,10 +66,18 @@ class RequestVictims:
         try:
             return self._sources[key].choose(table, occasion)
         except Exception:
-            logger.exception("request %r: its policy %r failed, it goes on without", table.req_id, self.config(key))
-            self._sources[key].finish(key)
-            self._configs[key] = VTokenConfig(policy="none")
-            self._sources[key] = PolicyVictims(self._configs[key], usable_policy("none"))
+            self._without(key, table.req_id)
+            return None
+
+    def question(self, table: TableView, occasion: Occasion, lead: int) -> Question | None:
+        """What to ask the workers about the request's mass (``MassVictims.question``)."""
+        source = self._sources[occasion.trace_key]
+        if not isinstance(source, MassVictims):
+            return None
+        try:
+            return source.question(table, occasion, lead)
+        except Exception:
+            self._without(occasion.trace_key, table.req_id)
             return None
 
     def next_count(self, trace_key: int, must_evict: bool = False) -> int | None:
@@ -92,3 +102,10 @@ class RequestVictims:
             return TimedVictims(config, policy, on_event=self._on_event, stopwatch=self.choosing)
         self.mass.open(trace_key, policy.mass_need(config))
         return MassVictims(self.mass, config, policy, self.mass.scores, self._on_event, stopwatch=self.choosing)
+
+    def _without(self, trace_key: int, req_id: ReqId) -> None:
+        """The policy has just raised: the request goes on without eviction."""
+        logger.exception("request %r: its policy %r failed, it goes on without", req_id, self.config(trace_key))
+        self._sources[trace_key].finish(trace_key)
+        self._configs[trace_key] = VTokenConfig(policy="none")
+        self._sources[trace_key] = PolicyVictims(self._configs[trace_key], usable_policy("none"))

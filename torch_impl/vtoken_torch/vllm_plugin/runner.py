@@ -48,7 +48,7 @@ class EvictingRunner:
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """The model's specs under our type, so that blocks are counted by our manager; refuses what cannot work."""
-        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]  # of vLLM's runner, next in line
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         found = [*config_refusals(self.vllm_config), *layer_refusals(specs, layers)]
         if self.vllm_config.device_config.device_type != "cpu":
@@ -68,7 +68,7 @@ class ReportingRunner(EvictingRunner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; a step without tokens is over with it, and the parts report on it here."""
-        result = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        result = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]  # vLLM's
         if scheduler_output.total_num_scheduled_tokens or not self.vtoken.reports:
             return result
         result = copy.copy(result)  # vLLM gives one constant for all such steps

@@ -30,6 +30,7 @@ from vtoken_torch.vllm_plugin.naive import NaiveLedger
 from vtoken_torch.vllm_plugin.options import PluginOptions
 from vtoken_torch.vllm_plugin.record import ATTRIBUTE
 from vtoken_torch.vllm_plugin.requests import RequestVictims
+from vtoken_torch.vllm_plugin.shortage import Shortage
 from vtoken_torch.vllm_plugin.validation import check_requests
 
 __all__ = ["VTokenScheduler"]
@@ -76,7 +77,6 @@ class VTokenScheduler(Scheduler):
         if options.record_trace:
             record = self._open.enter_context(TraceWriter(options.record_trace, {"engine": "vllm"})).write
         self._victims = RequestVictims(config, replay, record)
-        self._may_prefill = False  # whether a running request may ask for more than the token of a decode step
         self._drafts: dict[ReqId, int] = {}  # speculative tokens of the pass whose result is awaited
         books, driver = _books_and_driver(options)
         ledger = books(manager, self.requests, self._num_settled)
@@ -87,6 +87,7 @@ class VTokenScheduler(Scheduler):
         capacity = Capacity.of(self.vllm_config, options, ledger.pool.num_blocks)
         self.gate = Gate(self, manager, capacity, self._config_of)
         self.vtoken.least_chunk = self.gate.least_chunk
+        self.shortage = Shortage(self, lead=int(isinstance(self, AsyncScheduler)))
         self._last_alone: tuple[ReqId, int] | None = None  # who was preempted with nobody beside it, at what length
         self._submitted: dict[ReqId, _Submitted] = {}
         self._num_submitted = 0
@@ -121,14 +122,14 @@ class VTokenScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """One pass: deaths, plans and recycles; vLLM's own scheduling; the record for the workers."""
-        num_wanted = self._num_wanted()
-        self.vtoken.open_pass(num_wanted, self._is_short(num_wanted))
+        num_wanted = self.shortage.num_wanted()
+        self.vtoken.open_pass(num_wanted, self.shortage.is_short(num_wanted))
         for part in self.parts:
             part.pass_opened()
         output = super().schedule(*args, **kwargs)
         if not output.num_scheduled_tokens and not self.running and self.waiting:
             self._fail_the_stuck(output.preempted_req_ids or ())
-        self._may_prefill = self._is_prefilling(output)
+        self.shortage.pass_closed(output)
         drafts = output.scheduled_spec_decode_tokens
         self._drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()} if drafts else {}
         num_scheduled = _without_drafts(output)
@@ -224,47 +225,6 @@ class VTokenScheduler(Scheduler):
                 prompt_len = self.requests[req_id].num_prompt_tokens
                 key, total_len = submitted.trace_key, submitted.total_len
                 self.vtoken.admit_started(req_id, key, prompt_len, total_len, num_scheduled[req_id])
-
-    def _num_wanted(self) -> dict[ReqId, int]:
-        """Tokens that running requests will ask for, where that is not the one of a decode step.
-
-        A chunk of what the token budget leaves, or a token and its drafts.
-        """
-        if not (self._may_prefill or self.num_spec_tokens):
-            return {}
-        left, wanted = self.max_num_scheduled_tokens, {}
-        for request in self.running:
-            if not (request.is_prefill_chunk or request.spec_token_ids):
-                left -= 1
-                continue
-            count = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
-            wanted[request.request_id] = count = max(count if count <= 1 else min(count, left), 0)
-            left -= count
-        return wanted
-
-    def _is_prefilling(self, output: SchedulerOutput) -> bool:
-        """Whether a running request has a chunk left. Only one that this pass started, or that had one, can."""
-        has_started = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
-        is_steady = output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
-        if is_steady and not (self._may_prefill or has_started):
-            return False
-        return any(request.is_prefill_chunk for request in self.running)
-
-    def _is_short(self, num_wanted: dict[ReqId, int]) -> bool:
-        """Whether running requests cannot all grow, or the head of the queue cannot start for want of blocks."""
-        if self.vtoken_config.when != "pressure":
-            return False  # nobody asks
-        pool, num_running = self.vtoken.ledger.pool, len(self.running)
-        free = pool.num_free + pool.num_in_flight
-        headroom = self.gate.headroom
-        is_head_waiting = bool(self.waiting) and num_running < self.max_num_active_reqs
-        if not is_head_waiting and free - headroom >= num_running + sum(num_wanted.values()) // self.block_size:
-            return False  # a block for each, and those that chunks fill
-        least = {req_id: self.gate.least_chunk(req_id, count) for req_id, count in num_wanted.items()}
-        free -= self.vtoken.num_blocks_wanted(least)
-        if free < headroom or not is_head_waiting:
-            return free < headroom
-        return not self.gate.can_start(self.waiting.peek_request(), free)
 
     def _config_of(self, req_id: ReqId) -> VTokenConfig:
         submitted = self._submitted.get(req_id)

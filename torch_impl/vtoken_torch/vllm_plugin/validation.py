@@ -113,10 +113,9 @@ def _capacity(input_processor: Any) -> Capacity | None:
     num_blocks = vllm_config.cache_config.num_gpu_blocks
     if options is None or not num_blocks:
         return None
-    input_processor.vtoken_capacity = Capacity.of(
-        vllm_config, options, num_blocks // _num_engines(vllm_config.parallel_config)
-    )
-    return input_processor.vtoken_capacity  # type: ignore[no-any-return]
+    capacity = Capacity.of(vllm_config, options, num_blocks // _num_engines(vllm_config.parallel_config))
+    input_processor.vtoken_capacity = capacity
+    return capacity
 
 
 def _num_engines(parallel_config: Any) -> int:

@@ -17,8 +17,11 @@ class VTokenGPUWorker(Worker):
     """Set as ``worker_cls``, together with the scheduler class."""
 
     def init_device(self) -> None:
-        """Refuses what cannot work before the device is taken."""
+        """Refuses what cannot work before the device is taken. From here on ``CUSTOM`` names our attention backend."""
         check_start(self.vllm_config)
+        from vtoken_torch.vllm_plugin.mass.backend import register_custom  # needs Triton
+
+        register_custom()
         super().init_device()
 
     def _make_model_runner(self) -> Any:

@@ -4,7 +4,7 @@ Positions stay logical (RoPE). Three things count live tokens instead: blocks, K
 modules see to those.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,6 +28,7 @@ class WorkerSide:
     Attributes:
         copies: carries out the moves, on the stream that the options name.
         recycles: of requests whose tokens go over dead ones, or went until nothing else was said.
+        num_scheduled: tokens of each request in the step.
         changed: requests of which something was said since ``rows`` looked.
         num_moved_tokens, num_recycled_tokens: proof that both happened.
     """
@@ -35,6 +36,7 @@ class WorkerSide:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.recycles: dict[ReqId, Recycles] = {}
+        self.num_scheduled: Mapping[ReqId, int] = {}
         self.changed: set[ReqId] = set()
         self.num_recycled_tokens = 0
         self._num_evicted: dict[ReqId, int] = {}
@@ -79,6 +81,7 @@ class WorkerSide:
     def begin_step(self, output: SchedulerOutput) -> StepRecord:
         """Moves first, before the runner zeroes, copies or hands out blocks that this step's plans gave back."""
         record: StepRecord = getattr(output, ATTRIBUTE)
+        self.num_scheduled = output.num_scheduled_tokens
         self._forget(output)
         for part in self.parts:
             part.before_moves(record)

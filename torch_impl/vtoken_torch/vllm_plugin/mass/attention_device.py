@@ -1,7 +1,8 @@
 """vLLM's attention on a GPU, FlashAttention or Triton, and the mass of the queries that somebody asked for.
 
-A layer's implementation is given a subclass in place, as on the CPU. It runs in Python in each step: full CUDA graphs
-would replay attention without it, and are refused beside mass (``on_cuda.py``); piecewise ones leave attention out.
+A layer's implementation is given a subclass in place, as on the CPU, unless ``backend.py`` made it one of that kind. It
+runs in Python in each step: full CUDA graphs would replay attention without it, and are refused beside mass
+(``on_cuda.py``); piecewise ones leave attention out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from vtoken_torch.vllm_plugin.mass.queries_device import KernelRows, Scratch, St
 if TYPE_CHECKING:
     from vtoken_torch.vllm_plugin.mass.collector import MassCollector
 
-__all__ = ["DeviceAttention"]
+__all__ = ["DeviceAttention", "watched"]
 
 
 class DeviceAttention(WatchedAttention):
@@ -40,7 +41,10 @@ class DeviceAttention(WatchedAttention):
         else:
             self.replaces = False
         for layer in layers:
-            layer.impl.__class__ = _watched(type(layer.impl), collector, self)
+            impl = layer.impl
+            if not hasattr(impl, "collector"):  # of a backend that vLLM chose; ``CUSTOM`` brings its own
+                impl.__class__ = watched(type(impl))
+            impl.collector, impl.attention = collector, self
 
     def rows(
         self, asks: Sequence[Ask], metadata: Any, cache: Tensor, dead: Mapping[int, Tensor] | None
@@ -64,10 +68,13 @@ def _is_served(impl: Any) -> bool:
     return not impl.logits_soft_cap and impl.sinks is None and impl.head_size <= MAX_HEAD_SIZE
 
 
-def _watched(owner: type, collector: "MassCollector", attention: DeviceAttention) -> type:
-    """A class of vLLM's implementations that tells ``collector`` of each layer that has run."""
+def watched(owner: type) -> Any:
+    """A class of vLLM's implementations that tells its ``collector``, if it has one, of each time it has run."""
 
     class WatchedImpl(owner):
+        collector: "MassCollector | None" = None
+        attention: DeviceAttention
+
         def forward(
             self,
             layer: Any,
@@ -81,15 +88,17 @@ def _watched(owner: type, collector: "MassCollector", attention: DeviceAttention
             **kwargs: Any,
         ) -> Tensor:
             """vLLM's kernel runs unless every row of the step is ours. The step's keys are in the cache already."""
-            num_asks = 0 if attn_metadata is None else collector.num_asks
+            collector = self.collector
+            num_asks = 0 if attn_metadata is None or collector is None else collector.num_asks
             is_plain = not any(each is not None for each in (*args, *kwargs.values()))  # no quantized output
-            is_ours = bool(num_asks) and attention.replaces and is_plain
+            is_ours = bool(num_asks) and self.attention.replaces and is_plain
             if not is_ours or num_asks < attn_metadata.num_actual_tokens:
                 output = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            if num_asks:
+            if collector is not None and num_asks:
                 collector.add(layer, query, kv_cache, attn_metadata)
             if is_ours:
-                attention.put(output)
+                self.attention.put(output)
             return output
 
+    WatchedImpl.__name__ = WatchedImpl.__qualname__ = f"VToken{owner.__name__}"
     return WatchedImpl

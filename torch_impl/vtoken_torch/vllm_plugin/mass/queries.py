@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vtoken.types import ReqId, cdiv
+from vtoken_torch.upload import upload
 
 __all__ = ["Ask", "ChunkRows", "DecodeRows", "Heads", "KeyReader", "MassRows", "Metadata", "ReadsKeys", "rows_of"]
 
@@ -21,11 +23,22 @@ _TILE = 1 << 18  # logits of one head at once: a chunk's memory stays bounded, w
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Who asks for mass in a step: a row of the batch. ``window`` as in ``MassNeed``."""
+    """Who asks for mass in a step. All of it is known on the host, so that nothing waits for a device.
+
+    Attributes:
+        row: of the batch.
+        window: as in ``MassNeed``.
+        start: index of its first token among the step's.
+        num_tokens: that it has in the step.
+        length: its slots up to the cursor, those of the step included.
+    """
 
     req_id: ReqId
     row: int
     window: int
+    start: int
+    num_tokens: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +57,6 @@ class Heads:
 class Metadata(Protocol):
     """What is read of vLLM's attention metadata, by row of the batch."""
 
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
     block_table: torch.Tensor
 
 
@@ -89,7 +100,7 @@ class MassRows(ABC):
 
     @abstractmethod
     def split(self, masses: torch.Tensor) -> dict[ReqId, torch.Tensor]:
-        """``masses`` by request: ``[rows, seq_len]``, as ``RequestMass.take`` wants them."""
+        """``masses`` by request: ``[rows, seq_len]``, as ``KeptMass.add`` wants them."""
 
 
 class DecodeRows(MassRows):
@@ -98,22 +109,24 @@ class DecodeRows(MassRows):
     def __init__(
         self, asks: Sequence[Ask], metadata: Metadata, block_size: int, dead: Mapping[int, torch.Tensor]
     ) -> None:
-        rows = torch.tensor([ask.row for ask in asks])
-        self._req_ids = [ask.req_id for ask in asks]
-        self._tokens = metadata.query_start_loc[rows].long()
-        lens = metadata.seq_lens[rows].long()
+        self._req_ids, self._lens = [ask.req_id for ask in asks], [ask.length for ask in asks]
+        lens = np.array(self._lens)
         counts = (lens + block_size - 1) // block_size
-        self._lens, self._counts = lens.tolist(), counts.tolist()
-        self._owner = torch.repeat_interleave(torch.arange(len(asks)), counts)  # of each block
-        ordinal = torch.arange(len(self._owner)) - (counts.cumsum(0) - counts)[self._owner]
-        self._block_ids = metadata.block_table[rows[self._owner], ordinal].long()
-        self._last = counts.cumsum(0) - 1  # the blocks that are not full
-        self._hidden = (torch.arange(block_size) >= (lens - (counts - 1) * block_size)[:, None])[:, None]
-        first_slots = ((counts.cumsum(0) - counts) * block_size).tolist()
+        self._counts, ends = counts.tolist(), counts.cumsum()
+        owner = np.repeat(np.arange(len(asks)), counts)  # of each block
+        rows, ordinal = np.array([ask.row for ask in asks])[owner], np.arange(len(owner)) - (ends - counts)[owner]
+        device = metadata.block_table.device
+        rows_of_blocks, ordinals, self._owner = upload(np.stack([rows, ordinal, owner]), device)
+        self._block_ids = metadata.block_table[rows_of_blocks, ordinals].long()
+        starts = [ask.start for ask in asks]
+        filled = lens - (counts - 1) * block_size
+        self._tokens, self._last, filled_of_last = upload(np.stack([starts, ends - 1, filled]), device)
+        self._hidden = (torch.arange(block_size, device=device) >= filled_of_last[:, None])[:, None]
+        first_slots = ((ends - counts) * block_size).tolist()
         in_rows = [first + dead[ask.row] for ask, first in zip(asks, first_slots, strict=True) if ask.row in dead]
         slots = torch.cat(in_rows) if in_rows else None
         self._dead = None if slots is None else (slots // block_size, slots % block_size)  # blocks, offsets
-        self.masses = torch.zeros(len(self._owner), block_size)
+        self.masses = torch.zeros(len(owner), block_size, device=device)
 
     def add(self, query: torch.Tensor, cache: torch.Tensor, reader: ReadsKeys, heads: Heads) -> None:
         """Softmax over a request's blocks: by block first, then brought together by its owner."""
@@ -149,9 +162,8 @@ class ChunkRows(MassRows):
     """The last queries of one request's chunk: all of them for a sum, else the window's."""
 
     def __init__(self, ask: Ask, metadata: Metadata, block_size: int, dead: torch.Tensor | None) -> None:
-        start, self._end = metadata.query_start_loc[ask.row : ask.row + 2].tolist()
-        length = int(metadata.seq_lens[ask.row])
-        num_queries = min(ask.window, self._end - start) if ask.window else self._end - start
+        length, self._end = ask.length, ask.start + ask.num_tokens
+        num_queries = min(ask.window, ask.num_tokens) if ask.window else ask.num_tokens
         self._req_id, self._is_sum = ask.req_id, not ask.window
         self._block_ids = metadata.block_table[ask.row, : cdiv(length, block_size)].long()
         self._tiles = list(self._tiled(num_queries, length, dead))
@@ -196,8 +208,8 @@ def rows_of(
     asks: Sequence[Ask], metadata: Metadata, block_size: int, dead: Mapping[int, torch.Tensor] | None = None
 ) -> list[MassRows]:
     """The work of one step. ``dead``: dead slots in table order, by row of the batch, where a row has some."""
-    dead, starts = dead or {}, metadata.query_start_loc.tolist()
-    single = [ask for ask in asks if starts[ask.row + 1] - starts[ask.row] == 1]
+    dead = dead or {}
+    single = [ask for ask in asks if ask.num_tokens == 1]
     rows: list[MassRows] = [DecodeRows(single, metadata, block_size, dead)] if single else []
     return rows + [ChunkRows(ask, metadata, block_size, dead.get(ask.row)) for ask in asks if ask not in single]
 

@@ -14,6 +14,7 @@ from vtoken.types import ReqId, cdiv
 from vtoken_torch.kernels.decode import paged_decode, token_mass
 from vtoken_torch.kernels.decode_tile import WORD_BITS
 from vtoken_torch.kernels.decode_workspace import DecodeWorkspace
+from vtoken_torch.upload import upload
 from vtoken_torch.vllm_plugin.mass.queries import Ask, ChunkRows, DecodeRows, Heads, MassRows, Metadata, ReadsKeys
 
 __all__ = ["KernelRows", "Scratch", "StridedKeys", "device_rows", "first_words"]
@@ -54,12 +55,11 @@ class KernelRows(MassRows):
 
     def __init__(self, asks: Sequence[Ask], metadata: Metadata, cache: Tensor, scratch: Scratch) -> None:
         block_size = cache.shape[2]
-        rows = torch.tensor([ask.row for ask in asks], device=cache.device)
-        lengths = metadata.seq_lens[rows]
-        self._req_ids, self._lengths = [ask.req_id for ask in asks], lengths.tolist()
+        self._req_ids, self._lengths = [ask.req_id for ask in asks], [ask.length for ask in asks]
+        told = [[ask.row for ask in asks], [ask.start for ask in asks], self._lengths]
+        rows, self._tokens, lengths = upload(told, cache.device)
         self._scratch = scratch
         width = cdiv(max(self._lengths), block_size)
-        self._tokens = metadata.query_start_loc[rows].long()
         self._num_blocks = ((lengths + block_size - 1) // block_size).int()
         self._block_table = metadata.block_table[rows, :width].int()
         self._live_words = first_words(lengths, width, block_size)
@@ -111,12 +111,12 @@ def first_words(lengths: Tensor, width: int, block_size: int) -> Tensor:
 
 
 def device_rows(asks: Sequence[Ask], metadata: Metadata, cache: Tensor, scratch: Scratch | None) -> list[MassRows]:
-    """The work of one step. Waits for the device, which knows the lengths.
+    """The work of one step. Waits for nothing.
 
     ``scratch``: None where the kernels do not serve the model, which have no soft cap and no sinks.
     """
-    block_size, starts = cache.shape[2], metadata.query_start_loc.tolist()
-    single = [ask for ask in asks if starts[ask.row + 1] - starts[ask.row] == 1]
+    block_size = cache.shape[2]
+    single = [ask for ask in asks if ask.num_tokens == 1]
     with cache.device:  # where index tensors are made
         chunks = [ChunkRows(ask, metadata, block_size, None) for ask in asks if ask not in single]
         if not single:

@@ -2,10 +2,9 @@
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from vtoken.errors import SpecError
 from vtoken.invariants import (
@@ -19,12 +18,13 @@ from vtoken.invariants import (
 )
 from vtoken.reclamation.plan import ReclamationPlan
 from vtoken.request_table import RequestTable
-from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, ReqId, SlotId
+from vtoken.types import NULL_BLOCK_ID, BlockId, ReqId, SlotId
 from vtoken_torch.vllm_plugin.fences import copied_through
 from vtoken_torch.vllm_plugin.parts import SchedulerPart
 from vtoken_torch.vllm_plugin.record import ATTRIBUTE, StepRecord
 from vtoken_torch.vllm_plugin.verify.books import VllmBooks
 from vtoken_torch.vllm_plugin.verify.changes import FINDINGS, Changes, Finding, PassChanges
+from vtoken_torch.vllm_plugin.verify.seen import Seen, changes_of, count_written, survivors_of
 from vtoken_torch.vllm_plugin.verify.visibility import BusyBlocks
 from vtoken_torch.vllm_plugin.verify.words import ToldWords
 
@@ -36,33 +36,6 @@ __all__ = ["OnlineChecks"]
 logger = logging.getLogger("vllm.vtoken")
 
 _KEPT_FINDINGS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """One request as a pass left it."""
-
-    num_computed: int
-    num_left_out: int
-    block_ids: frozenset[BlockId]
-    slots: dict[Position, SlotId]
-
-    @classmethod
-    def of(cls, table: RequestTable) -> Self:
-        slots = {table.position_at(index): table.slot_at(index) for index in table.live_table_slots()}
-        num_computed = table.num_computed_tokens
-        return cls(num_computed, num_computed - table.cursor, frozenset(table.block_ids), slots)
-
-
-@dataclass(frozen=True, slots=True)
-class _Survivors:
-    """``ShowsSlots``: where the tokens that outlive a pass lay before it."""
-
-    block_size: int
-    slots: Sequence[SlotId]
-
-    def live_slots(self) -> Sequence[SlotId]:
-        return self.slots
 
 
 class OnlineChecks(SchedulerPart):
@@ -85,7 +58,7 @@ class OnlineChecks(SchedulerPart):
         self._block_size = self._ledger.spec.block_size
         self._busy = BusyBlocks(self._block_size)  # fills up in regime ``fenced`` alone
         self._told = ToldWords()
-        self._seen: dict[ReqId, _Seen] = {}
+        self._seen: dict[ReqId, Seen] = {}
         self._gone: list[ReqId] = []
         self._broken: dict[ReqId, str] = {}  # and why
         self._step = 0
@@ -108,8 +81,8 @@ class OnlineChecks(SchedulerPart):
                 with self._guard(req_id):
                     table = self._ledger.table(req_id)
                     self._check_table(table, record)
-                    seen = self._seen[req_id] = _Seen.of(table)
-                    changes[req_id] = _changes(req_id, before.get(req_id), seen, _num_written(output, req_id))
+                    seen = self._seen[req_id] = Seen.of(table)
+                    changes[req_id] = changes_of(req_id, before.get(req_id), seen, count_written(output, req_id))
                     self._check_recycled(req_id, changes[req_id], recycled.get(req_id))
         self._check_moves(record, before, changes)
         self._check_written(record, changes)
@@ -172,12 +145,12 @@ class OnlineChecks(SchedulerPart):
 
     # -- copies and writes -------------------------------------------------------------------------------------------
 
-    def _check_moves(self, record: StepRecord, before: Mapping[ReqId, _Seen], changes: Mapping[ReqId, Changes]) -> None:
+    def _check_moves(self, record: StepRecord, before: Mapping[ReqId, Seen], changes: Mapping[ReqId, Changes]) -> None:
         """The record's copies are exactly what the tables say (INV-1, INV-5), and may run in any order (INV-5)."""
         pairs = set(zip(record.src_slots, record.dst_slots, strict=True))
         if not pairs and not any(made.moves for made in changes.values()):
             return
-        survivors, freed = _survivors(before, changes, self._block_size), self._freed(before)
+        survivors, freed = survivors_of(before, changes, self._block_size), self._freed(before)
         plans = []
         for req_id, made in changes.items():
             plans.append(ReclamationPlan(req_id, 0, 0, 0, tuple(made.moves), ()))
@@ -190,14 +163,16 @@ class OnlineChecks(SchedulerPart):
             check_launch([plan for plan in plans if plan.req_id not in self._broken], survivors, freed)
         claimed = {(src, dst) for made in changes.values() for _, src, dst in made.moves}
         for src, dst in sorted(pairs - claimed):
-            owners = self.books.holders_of(src // self._block_size)
-            if not any(owner in self._broken for owner in owners):
+            block_id = src // self._block_size
+            owners = self.books.holders_of(block_id)
+            gave_up = [req_id for req_id, seen in before.items() if block_id in seen.block_ids]
+            if not any(owner in self._broken for owner in (*owners, *gave_up)):
                 violation = Violation(
                     5, None, f"copy from slot {src} to {dst}", "a move of a table", "none", (src, dst)
                 )
                 self._report(Finding.of(violation), owners)
 
-    def _freed(self, before: Mapping[ReqId, _Seen]) -> set[BlockId]:
+    def _freed(self, before: Mapping[ReqId, Seen]) -> set[BlockId]:
         """Blocks that some request gave up in this pass, and that had no other holder."""
         num_holders = Counter(block for seen in before.values() for block in seen.block_ids)
         given_up = (seen.block_ids - self._seen[r].block_ids for r, seen in before.items() if r in self._seen)
@@ -299,35 +274,3 @@ def _num_left_out_told(table: RequestTable, record: StepRecord) -> int:
     if recycles is not None:
         return recycles.num_dead + table.num_computed_tokens - recycles.first
     return record.num_evicted.get(table.req_id, table.num_computed_tokens - table.cursor)
-
-
-def _num_written(output: Any, req_id: ReqId) -> int:
-    """Tokens whose KV the step writes, drafts apart."""
-    drafts = output.scheduled_spec_decode_tokens.get(req_id, ())
-    return int(output.num_scheduled_tokens.get(req_id, 0)) - len(drafts)
-
-
-def _changes(req_id: ReqId, before: _Seen | None, now: _Seen, num_written: int) -> Changes:
-    """What a pass did to one request. INV-1: no position comes back, none that joins is lost."""
-    old: Mapping[Position, SlotId] = {} if before is None else before.slots
-    first_new = 0 if before is None else before.num_computed
-    new = range(first_new, now.num_computed)
-    live = {position for position in old if position in now.slots}.union(new)
-    if live != now.slots.keys():
-        wrong = sorted(live.symmetric_difference(now.slots))
-        raise Violation(1, req_id, f"positions {wrong} after the pass", "live before, or new", "neither, or lost")
-    moves = [Move(p, src, now.slots[p]) for p, src in old.items() if now.slots.get(p, src) != src]
-    dead = [position for position in old if position not in now.slots]
-    new_slots = [now.slots[position] for position in new]
-    num_cached = max(0, len(new_slots) - num_written)
-    return Changes(before is None, dead, moves, first_new, new_slots, num_cached, now.num_left_out)
-
-
-def _survivors(
-    before: Mapping[ReqId, _Seen], changes: Mapping[ReqId, Changes], block_size: int
-) -> dict[ReqId, _Survivors]:
-    found = {}
-    for req_id, made in changes.items():
-        dead, slots = set(made.dead), {} if made.is_start else before[req_id].slots
-        found[req_id] = _Survivors(block_size, [slot for position, slot in slots.items() if position not in dead])
-    return found
