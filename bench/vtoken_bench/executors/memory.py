@@ -18,7 +18,10 @@ def resident_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """What the machine can still give to processes; None where it does not tell."""
+    """What the machine can still give to processes, after what is free here has been given back; None where it does not
+    tell.
+    """
+    resident_bytes()
     return _read(Path("/proc/meminfo"), "MemAvailable")
 
 

@@ -14,11 +14,11 @@ MUST_OCCUR = (
     "preemptions",
     "aborts",
     "unhashed",
-    "preemptions in flight",
     "aborts in flight",
     "victims by mass",
 )
-RARE = ("preemptions under async", "postponed")  # each batch of `make test` has them; one of the many others may not
+RARE = ("preemptions in flight", "preemptions under async", "postponed")
+"""Each batch of `make test` has them; one of the many others may not."""
 NUM_SEEDS = int(os.environ.get("VTOKEN_FUZZ_SEEDS", "40"))  # more by `make fuzz`
 
 

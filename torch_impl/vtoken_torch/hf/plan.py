@@ -77,9 +77,8 @@ class StepPlan:
 
     def attend(self, layer: int, query: Tensor, value: Tensor, scale: float, extras: dict[str, Any]) -> Tensor:
         kv = self._layer_kv[layer]
-        heads = query.transpose(0, 1).flatten(
-            1, 2
-        )  # [num_query_heads, num_tokens, head_size]: one of the two has size 1
+        # [num_query_heads, num_tokens, head_size]: of the batch and its length one is 1
+        heads = query.transpose(0, 1).flatten(1, 2)
         if len(self._segments) == 1:
             out = self._segments[0].attend(heads, kv, scale)
         else:

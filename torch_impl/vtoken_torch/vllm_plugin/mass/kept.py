@@ -37,9 +37,7 @@ class KeptMass:
         self._state = torch.zeros(1 + max(1, need.window), 0, dtype=torch.float64, device=device)
         self._reserve(num_tokens)
         torch.arange(num_tokens, out=self._state[0, :num_tokens])
-        self._unwritten: dict[
-            int, Position
-        ] = {}  # positions by index that row 0 lacks: they are read at questions only
+        self._unwritten: dict[int, Position] = {}  # by index, what row 0 lacks: it is read at questions only
         self._queries: list[Position] = []  # of the window's rows, from the first row on
         self._oldest = 0  # the row that the next query takes, once all are taken
 
