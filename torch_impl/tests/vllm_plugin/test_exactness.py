@@ -90,3 +90,15 @@ def test_of_two_tokens_within_rounding_either_is_the_greedy_one_and_no_third():
     reference = object.__new__(Reference)
     reference.logprobs = lambda tokens, deaths: torch.tensor([[-1.0, -1.0 - TIE / 2, -1.0 - 2 * TIE]] * len(tokens))
     assert [reference.expected([0, token], 1, [Epoch()])[0][0] for token in (0, 1, 2)] == [0, 1, 0]
+
+
+def test_of_two_victims_within_rounding_either_may_go_and_no_third():
+    from vllm_mass_reference import assert_same_but_for_ties
+    from vllm_reference import TIE
+
+    score_of = {7: 1.0, 8: 1.0 + TIE / 2, 9: 1.0 + 2 * TIE, 10: float("nan")}
+    for victims in ([7], [8]):
+        assert_same_but_for_ties(victims, [7], score_of, "one")
+    for victims in ([9], [], [7, 8]):
+        with pytest.raises(AssertionError, match="instead of"):
+            assert_same_but_for_ties(victims, [7], score_of, "one")

@@ -289,15 +289,3 @@ def test_a_mass_policy_that_raises_costs_its_request_the_eviction_and_nothing_el
         engine.assert_nothing_left()
         assert not engine.outcomes[0].epochs[0].deaths
         assert engine.outcomes[1].epochs[0].deaths
-
-
-def test_of_two_victims_within_rounding_either_may_go_and_no_third():
-    from vllm_mass_reference import assert_same_but_for_ties
-    from vllm_reference import TIE
-
-    score_of = {7: 1.0, 8: 1.0 + TIE / 2, 9: 1.0 + 2 * TIE, 10: float("nan")}
-    for victims in ([7], [8]):
-        assert_same_but_for_ties(victims, [7], score_of, "one")
-    for victims in ([9], [], [7, 8]):
-        with pytest.raises(AssertionError, match="instead of"):
-            assert_same_but_for_ties(victims, [7], score_of, "one")
