@@ -99,12 +99,12 @@ def check_server(
 ) -> None:
     more = ("--max-num-batched-tokens", str(CHUNK), "--max-model-len", "4096", "--api-server-count", "2")
     server = Server(log, str(model), *SERVE, *more)
+    client = Client(server.url)
     try:
         with subtests.test("its /metrics, before, during and after requests"):
             check_metrics(server)
             assert main(["stats", server.url]) == 0
             assert "evicted tokens" in capsys.readouterr().out
-        client = Client(server.url)
         with subtests.test("its tokens are the engine's, which are the reference's, for every setting of a request"):
             check_tokens(client, outcomes)
         with subtests.test("text, streamed and whole"):
@@ -124,6 +124,7 @@ def check_server(
             last_words = server.log()[len(said) :]  # of two servers, vLLM kills one within a second, with its traceback
             assert "/vtoken_torch/" not in last_words
     finally:
+        client.api.close()
         server.kill()
 
 

@@ -66,7 +66,7 @@ def check_metrics(server: Server) -> None:
         assert after[name] > 0, name
     complete(server, hang_up=True)
     until(server, lambda values: values["held_blocks"] == 0 and values["evicted_tokens"] > after["evicted_tokens"])
-    assert server.metric("vllm:num_requests_running") == 0, "vLLM's own metrics are still there"
+    until(server, lambda _: server.metric("vllm:num_requests_running") == 0)  # vLLM's own, which lag behind a hang-up
 
 
 def engine(server: Server) -> Engine:
