@@ -59,7 +59,7 @@ MUTANTS = {
     "streams": "CUDACopyEngine, 'launch', lambda self, src, dst, after: launch(self, dst, src, after)",
     "graph": "check_graph, 'graphed', lambda work, ground: work() or (lambda: None)",
     "jax decode": "check_jax, 'paged_decode', lambda q, k, v, *rest, **static: decode(q, k, k, *rest, **static)",
-    "conformance jax": "kv_store, 'write_tokens', lambda *args: write(*args[:3], args[3][:, ::-1])",
+    "conformance jax": "JaxKVStore, 'write', lambda store, slots, places, kv: write(store, slots, places, kv[::-1])",
     "engine": "kernel_segment, 'paged_decode', lambda *args, out, **kwargs: out.zero_()",
     "time decode": "time_decode, 'paged_decode', lambda *args, out, **kwargs: out.zero_()",
     "time copy": "time_moves, 'move_tokens', lambda *args, **kwargs: None",
@@ -72,12 +72,12 @@ from vtoken_bench.gpu_check.step import STEPS
 from vtoken_bench.gpu_check.worker import run_step
 from vtoken_torch.copy_engine import CUDACopyEngine
 from vtoken_torch.hf import kernel_segment
-from vtoken_jax import kv_store
-launch, decode, write = CUDACopyEngine.launch, check_jax.paged_decode, kv_store.write_tokens
+from vtoken_jax.kv_store import JaxKVStore
+launch, decode, write = CUDACopyEngine.launch, check_jax.paged_decode, JaxKVStore.write
 for name, mutant in {MUTANTS!r}.items():
     kept = [(owner, dict(vars(owner))) for owner in
             (check_decode, check_copies.move, check_copies.fingerprint, CUDACopyEngine, check_graph, check_jax,
-             kv_store, kernel_segment, time_decode, time_moves)]
+             JaxKVStore, kernel_segment, time_decode, time_moves)]
     eval(f"setattr({{mutant}})")
     outcome = run_step(next(step for step in STEPS if step.name == name), True)
     print(f"{{name}}|{{outcome.status}}|{{outcome.findings[:1]}}")

@@ -1,3 +1,6 @@
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
 import jax
 import numpy as np
 import pytest
@@ -6,12 +9,13 @@ from hypothesis import strategies as st
 
 from vtoken.executor import KVSpec
 from vtoken_jax import compaction
-from vtoken_jax.compaction import make_mover, move_rows, move_tokens, rows_are_native
-from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
+from vtoken_jax.compaction import make_mover, move_rows, move_tokens
+from vtoken_jax.kv_cache import KVCache, make_cache, read_tokens, storage_dtype, write_tokens
+from vtoken_jax.native.operations import MOVE_ROWS, is_there
 
 NUM_SLOTS = 32
 PADDED = 16
-needs_native = pytest.mark.skipif(not rows_are_native(), reason="no C++ compiler on this machine")
+needs_native = pytest.mark.skipif(not is_there(MOVE_ROWS), reason="no C++ compiler on this machine")
 NATIVE = [pytest.param(True, marks=needs_native), False]
 
 
@@ -96,6 +100,29 @@ def test_compiled_moves_touch_no_memory_outside_the_pool(pairs, count, message):
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("shape", "message"), [((), "array 2 has no slots"), ((NUM_SLOTS - 1,), "array 2 has another number of slots")]
+)
+def test_compiled_moves_refuse_arrays_that_are_no_pool(shape, message):
+    planes = [jax.numpy.zeros((NUM_SLOTS, 8)) for _ in range(2)]
+    cache = KVCache((planes[0],), (planes[1],), jax.numpy.zeros(shape, np.int32))
+    slots = np.array([3], np.int32)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+        jax.block_until_ready(move_rows(cache, slots, slots + 9, np.int32(1)))
+
+
+@needs_native
+def test_a_slot_outside_is_refused_on_a_shape_that_has_run_before_too():
+    """JAX then takes another way through its own code, and another type of error."""
+    good, bad = (np.array([3], np.int32), np.array([5], np.int32)), (np.array([3], np.int32), np.array([99], np.int32))
+    cache = filled("float32")[0]
+    for _ in range(2):
+        cache = jax.block_until_ready(move_rows(cache, *good, np.int32(1)))
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="move 0 from slot 3 to 99 leaves the 32 slots"):
+        jax.block_until_ready(move_rows(cache, *bad, np.int32(1)))
+
+
+@needs_native
 def test_compiled_moves_leave_an_array_alone_that_was_not_given_away():
     """JAX arrays do not change: XLA copies one that is not donated, and the copy is what is changed in place."""
     cache, kv = filled("float32")
@@ -110,7 +137,7 @@ def test_compiled_moves_leave_an_array_alone_that_was_not_given_away():
 @pytest.mark.parametrize("native", NATIVE)
 @pytest.mark.parametrize("count", [0, 1, 16, 17, 300, 4096, 4500])
 def test_a_mover_moves_any_number_in_few_shapes(monkeypatch, native, count):
-    monkeypatch.setattr(compaction, "rows_are_native", lambda: native)
+    monkeypatch.setattr(compaction, "is_there", lambda _: native)
     move_rows.clear_cache()
     move_tokens.clear_cache()
     spec = KVSpec(
@@ -139,17 +166,60 @@ def test_the_compiled_code_is_for_the_cpu_alone():
     assert make_mover(spec, "gpu").func is compaction._move_by_xla
 
 
+def in_a_function(cache, *moves):
+    return jax.jit(lambda *arguments: move_rows(*arguments))(cache, *moves)
+
+
+def in_a_loop(cache, *moves):
+    return jax.jit(lambda cache: jax.lax.fori_loop(0, 3, lambda _, turned: move_rows(turned, *moves), cache))(cache)
+
+
 @needs_native
-def test_threads_of_the_pool_share_large_moves_and_nothing_is_lost():
-    """As many arrays as a model has, as many bytes as several threads take up, again and again."""
+@pytest.mark.parametrize("move", [move_rows, in_a_function, in_a_loop])
+@pytest.mark.parametrize(
+    "setting", [nullcontext, jax.disable_jit, lambda: jax.enable_x64(True)], ids=["plain", "no_jit", "x64"]
+)
+def test_compiled_moves_are_an_operation_like_any_other(move, setting):
+    cache, kv = filled("bfloat16")
+    slots = np.arange(PADDED)
+    with setting():
+        moved = move(cache, slots, slots + PADDED, PADDED)
+        assert np.array_equal(read_tokens(moved, slots + PADDED), kv[:PADDED])
+        assert moved.positions.dtype == np.int32
+
+
+@needs_native
+def test_compiled_moves_happen_on_the_device_of_the_cache():
+    device = jax.devices()[-1]
+    cache, kv = filled("float32")
+    slots = np.arange(PADDED, dtype=np.int32)
+    moved = move_rows(jax.device_put(cache, device), slots, slots + PADDED, np.int32(PADDED))
+    assert moved.positions.devices() == {device}
+    assert np.array_equal(read_tokens(moved, slots + PADDED), kv[:PADDED])
+
+
+def turned(seed):
+    """A pool of as many arrays as a model has, whose tokens move to and fro, as many as several threads take up."""
     spec = KVSpec(
         num_layers=30, num_kv_heads=3, num_query_heads=3, head_size=64, dtype="float32", block_size=16, num_blocks=70
     )
     slots = np.arange(512, dtype=np.int32)
-    kv = np.random.default_rng(0).integers(0, 2**32, (512, 60, 192), np.uint32)
-    cache = write_tokens(make_cache(spec), slots, slots, kv)
+    kv = np.random.default_rng(seed).integers(0, 2**32, (512, 60, 192), np.uint32)
+    cache = jax.device_put(make_cache(spec), jax.devices()[seed % len(jax.devices())])
+    cache = write_tokens(cache, slots, slots, kv)
     for turn in range(20):
         src, dst = (slots, slots + 512) if turn % 2 == 0 else (slots + 512, slots)
         cache = move_rows(cache, src, dst[::-1].copy(), np.int32(512))
-    assert np.array_equal(read_tokens(cache, slots), kv)
-    assert np.array_equal(cache.positions[:512], slots)
+    return np.array_equal(read_tokens(cache, slots), kv) and np.array_equal(cache.positions[:512], slots)
+
+
+@needs_native
+def test_threads_of_the_pool_share_large_moves_and_nothing_is_lost():
+    assert turned(0)
+
+
+@needs_native
+def test_callers_that_share_the_threads_of_the_pool_do_not_wait_for_one_another():
+    """More calls under way than threads: whoever waited for one to come free would wait for ever."""
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(turned, range(4)))

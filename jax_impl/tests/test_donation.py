@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from vtoken_jax import device_tables
-from vtoken_jax.compaction import move_rows, move_tokens, rows_are_native
+from vtoken_jax.compaction import move_rows, move_tokens
 from vtoken_jax.fingerprint import add_tokens, make_weights
 from vtoken_jax.kv_cache import make_cache, storage_dtype, write_tokens
 from vtoken_jax.model.abstract import trace_step
 from vtoken_jax.model.config import ModelConfig
+from vtoken_jax.native.operations import MOVE_ROWS, is_there
 
 DTYPES = ["float32", "bfloat16"]  # one of each width: bits alone are stored
-MOVE_ROWS = pytest.param(
-    "move_rows", marks=pytest.mark.skipif(not rows_are_native(), reason="no C++ compiler on this machine")
+NATIVE_MOVE = pytest.param(
+    "move_rows", marks=pytest.mark.skipif(not is_there(MOVE_ROWS), reason="no C++ compiler on this machine")
 )
 
 
@@ -49,7 +50,7 @@ def temp_bytes(spec, name, num_tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["write", "move", MOVE_ROWS, "set_row", "set_words", "set_free"])
+@pytest.mark.parametrize("name", ["write", "move", NATIVE_MOVE, "set_row", "set_words", "set_free"])
 def test_a_change_happens_in_the_same_memory_and_consumes_the_old_arrays(make_spec, name, dtype):
     function, state, *rest = arguments(make_spec(dtype=dtype), name, 16)
     before = pointers(jax.block_until_ready(state))
@@ -61,7 +62,7 @@ def test_a_change_happens_in_the_same_memory_and_consumes_the_old_arrays(make_sp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["write", "move", MOVE_ROWS])
+@pytest.mark.parametrize("name", ["write", "move", NATIVE_MOVE])
 def test_every_array_of_the_pool_is_aliased_to_its_output(make_spec, name, dtype):
     spec = make_spec(dtype=dtype)
     program = compiled(spec, name, 16)
@@ -84,10 +85,11 @@ def test_temporary_memory_grows_with_the_tokens_and_not_with_the_pool(make_spec,
     assert few < many <= 3 * 256 * (small.token_bytes + 16)
 
 
-@pytest.mark.skipif(not rows_are_native(), reason="no C++ compiler on this machine")
+@pytest.mark.skipif(not is_there(MOVE_ROWS), reason="no C++ compiler on this machine")
 def test_compiled_moves_take_no_temporary_memory(make_spec):
     spec = make_spec(block_size=16, num_blocks=64)
-    assert temp_bytes(spec, "move_rows", 16) == temp_bytes(spec, "move_rows", 4096) == 0
+    where_the_arrays_lie = 8 * (2 * spec.num_layers + 1)
+    assert temp_bytes(spec, "move_rows", 16) == temp_bytes(spec, "move_rows", 4096) <= where_the_arrays_lie
 
 
 def test_hashing_takes_temporary_memory_for_its_tokens_alone(make_spec):

@@ -2,8 +2,16 @@ import jax
 import numpy as np
 import pytest
 
+from vtoken.errors import SpecError
 from vtoken.types import Move
+from vtoken_jax import writing
 from vtoken_jax.kv_store import JaxKVStore
+from vtoken_jax.native.operations import WRITE_ROWS, is_there
+
+NATIVE = [
+    pytest.param(True, marks=pytest.mark.skipif(not is_there(WRITE_ROWS), reason="no C++ compiler on this machine")),
+    False,
+]
 
 
 def split(spec, kv):
@@ -84,7 +92,9 @@ def test_nothing_is_compiled_in_the_steady_state_nor_for_a_second_store(make_spe
     assert num_compiles() == warm
 
 
-def test_a_buffer_may_change_once_write_has_returned(make_spec, any_bits):
+@pytest.mark.parametrize("native", NATIVE)
+def test_a_buffer_may_change_once_write_has_returned(monkeypatch, make_spec, any_bits, native):
+    monkeypatch.setattr(writing, "is_there", lambda _: native)
     spec = make_spec(num_layers=8, head_size=64, block_size=64)
     store, kv = JaxKVStore(spec), any_bits(spec, 64)
     store.set_row(0, [1], [(1 << 64) - 1])
@@ -102,8 +112,15 @@ def test_a_buffer_may_change_once_write_has_returned(make_spec, any_bits):
     assert store.read_row(0).kv == split(spec, kv)
 
 
-@pytest.mark.parametrize("view", [bytes, bytearray, memoryview])
-def test_every_kind_of_buffer_is_taken(make_spec, any_bits, view):
+def every_second(kv):
+    """A view of ``kv`` with as many bytes between its own."""
+    return memoryview(bytes(byte for pair in zip(kv, kv[::-1], strict=True) for byte in pair))[::2]
+
+
+@pytest.mark.parametrize("native", NATIVE)
+@pytest.mark.parametrize("view", [bytes, bytearray, memoryview, every_second])
+def test_every_kind_of_buffer_is_taken(monkeypatch, make_spec, any_bits, native, view):
+    monkeypatch.setattr(writing, "is_there", lambda _: native)
     spec = make_spec()
     store, kv = JaxKVStore(spec), any_bits(spec, 2)
     store.set_row(0, [1], [0b11])
@@ -112,6 +129,23 @@ def test_every_kind_of_buffer_is_taken(make_spec, any_bits, view):
 
     assert store.read_row(0).kv == split(spec, kv)
     assert len(store.attend(0, view(bytes(4 * spec.query_elements)), [1]).out) == spec.query_elements
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "num_bytes"), [(1, 512), (3, 512), (2, 511), (2, 513), (2, 256), (2, 0)], ids=str
+)
+def test_what_is_written_has_to_be_as_long_as_its_slots(make_spec, num_positions, num_bytes):
+    store = JaxKVStore(make_spec())
+    with pytest.raises(SpecError, match=f"2 slots, {num_positions} positions and {num_bytes} bytes.* give 2 .* 512"):
+        store.write([4, 5], range(num_positions), bytes(num_bytes))
+
+
+@pytest.mark.parametrize("native", NATIVE)
+def test_no_tokens_are_written_as_well(monkeypatch, make_spec, native):
+    monkeypatch.setattr(writing, "is_there", lambda _: native)
+    store = JaxKVStore(make_spec())
+    store.write([], [], b"")
+    assert store.read_row(0).kv == ()
 
 
 def test_bookkeeping_takes_less_than_a_hundredth_of_the_pool(make_spec):

@@ -1,23 +1,21 @@
 """Moves tokens to other slots: the paper's relocation (§3.3) as one pure function over donated buffers."""
 
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from vtoken.executor import KVSpec
-from vtoken.native.library import load
 from vtoken_jax.buckets import chunks, pad, token_sizes
 from vtoken_jax.kv_cache import KVCache
+from vtoken_jax.native.operations import MOVE_ROWS, in_place, is_there
 
-__all__ = ["make_mover", "move_rows", "move_tokens", "rows_are_native"]
+__all__ = ["make_mover", "move_rows", "move_tokens"]
 
 _FEW, _MANY = 16, 4096
-_TARGET = "vtoken_move_rows"
 
 Mover = Callable[[KVCache, npt.NDArray[np.int32], npt.NDArray[np.int32]], KVCache]
 """Cache (donated), ``[n]`` sources, ``[n]`` destinations, disjoint (INV-5), ``n`` any: the cache after the moves."""
@@ -46,37 +44,24 @@ def move_tokens(cache: KVCache, src_slots: jax.Array, dst_slots: jax.Array) -> K
 def move_rows(cache: KVCache, src_slots: jax.Array, dst_slots: jax.Array, count: jax.Array) -> KVCache:
     """``move_tokens`` on a CPU by the compiled ``move_rows.cc``: no temporary memory, and two to three times as fast.
 
-    Only where ``rows_are_native()``.
+    Only where ``is_there(MOVE_ROWS)``.
 
     Args:
         cache: donated.
-        src_slots, dst_slots: ``[n]`` int32; of the first ``count`` no source is a destination.
-        count: ``[]`` int32; what lies behind is padding.
+        src_slots, dst_slots: ``[n]`` integers; of the first ``count`` no source is a destination.
+        count: ``[]`` integer; what lies behind is padding.
 
     Raises:
-        jax.errors.JaxRuntimeError: a slot lies outside; nothing was moved, and the donated cache is gone.
+        ValueError or jax.errors.JaxRuntimeError: a slot lies outside; nothing was moved, and the donated cache is gone.
+            Which of the two, and whether here or where the result is waited for, is JAX's choice.
     """
-    planes, structure = jax.tree.flatten(cache)
-    in_place = {3 + index: index for index in range(len(planes))}
-    call = jax.ffi.ffi_call(_TARGET, planes, input_output_aliases=in_place)
-    moved: KVCache = jax.tree.unflatten(structure, call(src_slots, dst_slots, count, *planes))
-    return moved
-
-
-@cache
-def rows_are_native() -> bool:
-    """Whether ``move_rows`` can be called: a C++ compiler makes its code, once on a machine (``vtoken.native``)."""
-    library = load(Path(__file__).with_name("move_rows.cc"), Path(jax.ffi.include_dir()))
-    if library is None:
-        return False
-    foreign: Any = jax.ffi
-    foreign.register_ffi_target(_TARGET, foreign.pycapsule(library.vtoken_move_rows), platform="cpu")
-    return True
+    told = (number.astype(jnp.int32) for number in map(jnp.asarray, (src_slots, dst_slots, count)))
+    return in_place(MOVE_ROWS, cache, *told)
 
 
 def make_mover(spec: KVSpec, platform: str) -> Mover:
     """The fastest mover for pools of ``spec`` there; at most three shapes are compiled, whatever the moves."""
-    if platform == "cpu" and rows_are_native():
+    if platform == "cpu" and is_there(MOVE_ROWS):
         return _move_natively
     return partial(_move_by_xla, token_sizes(spec.token_bytes))
 

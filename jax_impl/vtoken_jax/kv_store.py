@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from vtoken.errors import SpecError
 from vtoken.executor import Attention, Buffer, KVSpec, RequestObservation
 from vtoken.fingerprint import SALTS
 from vtoken.types import NULL_BLOCK_ID, BlockId, Move, Position, SlotId
@@ -15,8 +16,9 @@ from vtoken_jax import device_tables, fingerprint
 from vtoken_jax.attention import attend_row
 from vtoken_jax.buckets import INDEX_SIZES, chunks, pad, token_sizes
 from vtoken_jax.compaction import make_mover
-from vtoken_jax.kv_cache import make_cache, read_tokens, storage_dtype, write_tokens
+from vtoken_jax.kv_cache import make_cache, read_tokens
 from vtoken_jax.placement import made_on, platform_of
+from vtoken_jax.writing import make_writer
 
 __all__ = ["JaxKVStore"]
 
@@ -47,27 +49,24 @@ class JaxKVStore:
         self.cache = made_on(device, lambda: make_cache(spec))
         self.tables = made_on(device, lambda: device_tables.make_tables(spec))
         width = spec.num_kv_heads * spec.head_size
-        self._token_shape = (2 * spec.num_layers, width)
         shape = {"num_planes": 2 * spec.num_layers, "width": width, "item_bytes": spec.item_bytes}
         self._weights = made_on(device, lambda: fingerprint.make_weights(**shape))
         self._sizes = token_sizes(spec.token_bytes)
         self._words_per_block = device_tables.words_per_block(spec.block_size)
-        self._mover = make_mover(spec, platform_of(device))
+        platform = platform_of(device)
+        self._writer, self._mover = make_writer(spec, platform), make_mover(spec, platform)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def write(self, slots: Sequence[SlotId], positions: Sequence[Position], kv: Buffer) -> None:
-        # JAX may read the caller's memory after this call has returned: what can change is copied first.
-        data = kv if isinstance(kv, bytes) else bytes(kv)
-        tokens = np.frombuffer(data, storage_dtype(self.spec.item_bytes)).reshape(len(slots), *self._token_shape)
-        slot_ids, places = np.asarray(slots, np.int32), np.asarray(positions, np.int32)
-        for piece, size in chunks(len(slots), self._sizes):
-            self.cache = write_tokens(
-                self.cache,
-                pad(slot_ids[piece], size, self.spec.num_slots),
-                pad(places[piece], size, 0),
-                pad(tokens[piece], size, 0),
+        num_bytes = len(slots) * self.spec.token_bytes
+        if len(positions) != len(slots) or len(kv) != num_bytes:
+            raise SpecError(
+                f"write: {len(slots)} slots, {len(positions)} positions and {len(kv)} bytes of KV: "
+                f"give {len(slots)} positions and {num_bytes} bytes"
             )
+        lists = np.array(slots, np.int32), np.array(positions, np.int32)
+        self.cache = self._writer(self.cache, *lists, _contiguous(kv))
 
     def move(self, moves: Sequence[Move]) -> None:
         if not moves:
@@ -97,8 +96,10 @@ class JaxKVStore:
     def attend(self, row: int, q: Buffer, query_positions: Sequence[Position]) -> Attention:
         spec, layout = self.spec, self._layout(row)
         shape = (len(query_positions), spec.num_layers, spec.num_query_heads, spec.head_size)
-        queries, places = np.frombuffer(q, np.float32).reshape(shape), np.asarray(query_positions, np.int32)
-        out, mass = attend_row(spec, self.cache, self.tables, row, len(layout.block_ids), queries, places)
+        queries, places = np.frombuffer(_contiguous(q), np.float32), np.asarray(query_positions, np.int32)
+        out, mass = attend_row(
+            spec, self.cache, self.tables, row, len(layout.block_ids), queries.reshape(shape), places
+        )
         return Attention(_floats(out), tuple(layout.positions.tolist()), _floats(mass[layout.live]))
 
     def read_row(self, row: int) -> RequestObservation:
@@ -148,6 +149,10 @@ class JaxKVStore:
         """``[len(live_words), words_per_block]``, low half first."""
         data = b"".join(word.to_bytes(4 * self._words_per_block, "little") for word in live_words)
         return np.frombuffer(data, "<u4").reshape(len(live_words), self._words_per_block)
+
+
+def _contiguous(data: Buffer) -> Buffer:
+    return data if memoryview(data).c_contiguous else bytes(data)
 
 
 def _floats(values: npt.NDArray[np.float32]) -> "array[float]":

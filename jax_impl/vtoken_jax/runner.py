@@ -22,6 +22,7 @@ from vtoken_jax.mass import clear_row, make_masses, read_masses
 from vtoken_jax.model.config import ModelConfig
 from vtoken_jax.model.forward import PAD_POSITION, Segment, run_step
 from vtoken_jax.model.load import load_weights
+from vtoken_jax.model.tiles import tiles_pay
 from vtoken_jax.placement import checked_device, made_on, platform_of
 from vtoken_jax.ranking import listed_mask, live_mask, lowest
 from vtoken_jax.sampling import make_draws
@@ -93,7 +94,7 @@ class JaxRunner:
         device: jax.Device | None = None,
     ) -> "JaxRunner":
         """Loads a Hugging Face folder. Raises SpecError, as ``ModelConfig`` and ``load_weights`` do."""
-        config, in_tiles = ModelConfig.from_folder(folder), platform_of(checked_device(device)) == "cpu"
+        config, in_tiles = ModelConfig.from_folder(folder), tiles_pay(platform_of(checked_device(device)), dtype)
         state = made_on(device, lambda: load_weights(folder, config, dtype, in_tiles=in_tiles)[1])
         return cls(config, dtype, tuple(jax.tree.leaves(state)), implementation, device)
 

@@ -85,6 +85,26 @@ def test_a_library_that_hangs_on_import_is_told_and_not_fatal(
     assert doctor.examine()["devices"] == {"numpy": "failed: no answer within 120 s"}
 
 
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (["/opt/my tools/g++", "-O3"], "c++           '/opt/my tools/g++' -O3"),
+        (None, "c++           no C++ compiler, host moves run two to three times slower: install one"),
+    ],
+)
+def test_the_compiler_is_named_or_what_lacks_without_one_and_the_remedy(
+    plugins: dict[str, Any], monkeypatch: pytest.MonkeyPatch, found: list[str] | None, line: str
+) -> None:
+    monkeypatch.setattr(doctor, "compiler", lambda: found)
+
+    record = doctor.examine()
+
+    assert record["compiler"] == found
+    (told,) = [each for each in doctor.render(record).splitlines() if each.startswith("c++")]
+    assert told.startswith(line)
+    assert record["ok"] is True
+
+
 def test_the_json_file_holds_what_is_printed(
     plugins: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,8 @@
-"""``vtoken doctor``: what is installed, which devices are there, which plugins load, and which extras are missing."""
+"""``vtoken doctor``: what is installed, which devices are there, which plugins load, and what is missing."""
 
 import argparse
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 from vtoken.cli import Command
 from vtoken.errors import SpecError
+from vtoken.native.library import REMEDY, compiler
 from vtoken.plugins import COMMANDS, EXECUTORS, POLICIES, load_plugins, missing_extra
 from vtoken.report import check_output, write_json
 
@@ -58,6 +60,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "libraries": libraries,
+        "compiler": compiler(),
         "devices": devices,
         "plugins": plugins,
         "missing_extras": {name: _EXTRA_OF[name] for name, version in libraries.items() if not version},
@@ -104,6 +107,8 @@ def render(record: dict[str, Any]) -> str:
     lines = [f"python        {record['python']} on {record['platform']}"]
     lines += [f"{name:<13} {version or 'not installed'}" for name, version in record["libraries"].items()]
     lines += [f"{name + ' device':<13} {device}" for name, device in record["devices"].items()]
+    slow = f"no C++ compiler, host moves run two to three times slower: {REMEDY}"
+    lines.append(f"{'c++':<13} {shlex.join(record['compiler'] or ()) or slow}")
     for group, states in record["plugins"].items():
         good = [name for name, state in states.items() if state == "ok"]
         lines += ["", f"{group}: {', '.join(good) or 'none'}"]
@@ -127,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 command = Command(
-    help="versions, devices, plugins that load or fail and why, extras that are missing",
+    help="versions, devices, C++ compiler, plugins that load or fail and why, extras that are missing",
     add_arguments=_add_arguments,
     run=_run,
 )

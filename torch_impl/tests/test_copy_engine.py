@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -72,17 +74,33 @@ def test_the_cpu_gets_the_host_engine(make_spec):
     assert isinstance(make_copy_engine(KVCache(make_spec(), CPU)), HostCopyEngine)
 
 
-@pytest.mark.parametrize("moves", [([4, 9], [31, 32]), ([4, -1], [31, 5])])
-def test_a_slot_outside_the_pool_is_refused_and_nothing_is_moved(make_spec, moves):
+@pytest.mark.parametrize("host_type", [HostCopyEngine, NumpyCopyEngine])
+@pytest.mark.parametrize("moves", [([4, 9], [31, 32]), ([4, -1], [31, 5]), ([4, 9], [31, -1])])
+def test_a_slot_outside_the_pool_is_refused_and_nothing_is_moved(make_spec, host_type, moves):
     spec = make_spec(num_blocks=8, block_size=4)
-    engine = HostCopyEngine(KVCache(spec, CPU))
-    if engine._native is None:
-        pytest.skip("no C++ compiler on this machine")
+    engine = host_type(KVCache(spec, CPU))
     tokens = hard_tokens(spec, spec.num_slots)
     engine.write(range(spec.num_slots), b"".join(tokens))
-    with pytest.raises(IndexError, match="move 1 from slot"):
+    with pytest.raises(IndexError, match=f"move 1 from slot {moves[0][1]} to {moves[1][1]} leaves the 32 slots"):
         engine.move(*moves)
     assert read(engine, spec, range(spec.num_slots)) == tokens
+
+
+def test_many_engines_move_at_once_each_its_own(make_spec):
+    """Compiled moves run side by side: the interpreter's lock is let go meanwhile."""
+    spec = make_spec(num_blocks=32, block_size=16, head_size=64)
+    half = spec.num_slots // 2
+
+    def moved_about(seed):
+        engine, tokens = HostCopyEngine(KVCache(spec, CPU)), hard_tokens(spec, half, seed)
+        engine.write(range(half), b"".join(tokens))
+        for turn in range(20):
+            low, high = range(half), range(half, 2 * half)
+            engine.move(*((low, high[::-1]) if turn % 2 == 0 else (high, low)))
+        return read(engine, spec, range(half)) == tokens
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(moved_about, range(6)))
 
 
 def test_where_a_compiler_is_host_moves_are_compiled(make_spec):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from vtoken_jax.kernels.rows import live_tokens, read_rows, token_slots
+from vtoken_jax.kernels.rows import live_tokens, read_narrow_rows, read_rows, token_slots
 
 __all__ = ["decode"]
 
@@ -40,8 +40,8 @@ def decode(
         query, row_slots, row_live = row
 
         def decode_live() -> _Three:
-            keys, values = (read_rows(plane, row_slots, kv_dtype) for plane in (k_plane, v_plane))
-            return _attend(query.astype(jnp.float32), keys, values, row_live, scale, num_kv_heads)
+            keys, values = read_narrow_rows(k_plane, row_slots, kv_dtype), read_rows(v_plane, row_slots, kv_dtype)
+            return _attend(*_as_precise(query, keys), values, row_live, scale, num_kv_heads)
 
         def decode_nothing() -> _Three:
             none = jnp.full((len(query), len(row_slots)), -jnp.inf)
@@ -54,6 +54,13 @@ def decode(
     slots = _live_slots(token_slots(block_table, block_size), live)
     out, logits, lse = jax.lax.map(decode_one, (q, slots, live))
     return out, logits, lse
+
+
+def _as_precise(query: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in float32, or as they are in bfloat16: products are exact in float32, and YNNPACK reads half as much."""
+    if query.dtype == keys.dtype == jnp.bfloat16:
+        return query, keys
+    return query.astype(jnp.float32), keys.astype(jnp.float32)
 
 
 def _live_slots(slots: jax.Array, live: jax.Array) -> jax.Array:
@@ -95,10 +102,14 @@ def _softmax(logits: jax.Array, live: jax.Array) -> _Softmax:
 
 def _logits(q: jax.Array, keys: jax.Array, num_kv_heads: int, heads_at_once: int) -> jax.Array:
     """``[num_query_heads, num_tokens]``, without the scale."""
+    precision = None if q.dtype == jnp.bfloat16 else _EXACT  # HIGHEST would widen them first
     parts = [
-        jnp.dot(_spread(q[rows], num_heads), keys[:, columns].T, precision=_EXACT)
+        jax.lax.dot_general(
+            _spread(q[rows], num_heads), keys[:, columns], (((1,), (1,)), ((), ())),
+            precision=precision, preferred_element_type=jnp.float32,
+        )
         for num_heads, rows, columns in _parts(q.shape, num_kv_heads, heads_at_once)
-    ]
+    ]  # fmt: skip
     return jnp.concatenate(parts)
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "at_once",
     "attend",
     "live_tokens",
+    "read_narrow_rows",
     "read_rows",
     "reference_attend",
     "reference_elements",
@@ -42,7 +43,12 @@ def token_slots(block_table: jax.Array, block_size: int) -> jax.Array:
 
 def read_rows(plane: jax.Array, slots: jax.Array, kv_dtype: str) -> jax.Array:
     """The elements in ``slots`` ``[num_tokens]`` as float32 ``[num_tokens, num_kv_heads * head_size]``."""
-    return jax.lax.bitcast_convert_type(plane[slots], jnp.dtype(kv_dtype)).astype(jnp.float32)
+    return read_narrow_rows(plane, slots, kv_dtype).astype(jnp.float32)
+
+
+def read_narrow_rows(plane: jax.Array, slots: jax.Array, kv_dtype: str) -> jax.Array:
+    """The elements in ``slots`` ``[num_tokens]`` as they are, ``[num_tokens, num_kv_heads * head_size]``."""
+    return jax.lax.bitcast_convert_type(plane[slots], jnp.dtype(kv_dtype))
 
 
 def at_once(values: _Values) -> _Values:

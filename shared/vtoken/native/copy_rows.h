@@ -56,8 +56,8 @@ inline void Stream(char* dst, const char* src, int64_t row_bytes) {
   for (int64_t at = 0; at < row_bytes; at += kLine) {
     const auto* from = reinterpret_cast<const __m128i*>(src + at);
     auto* to = reinterpret_cast<__m128i*>(dst + at);
-    const __m128i line[] = {_mm_load_si128(from), _mm_load_si128(from + 1), _mm_load_si128(from + 2),
-                            _mm_load_si128(from + 3)};
+    const __m128i line[] = {_mm_loadu_si128(from), _mm_loadu_si128(from + 1), _mm_loadu_si128(from + 2),
+                            _mm_loadu_si128(from + 3)};
     for (int i = 0; i < 4; ++i) _mm_stream_si128(to + i, line[i]);
   }
 }
@@ -69,17 +69,22 @@ inline void Stream(char*, const char*, int64_t) {}
 inline void Fence() {}
 #endif
 
+// The source may lie anywhere; after streamed rows comes a fence.
+inline void CopyRow(char* dst, const char* src, int64_t row_bytes, bool streams) {
+  if (streams) {
+    Stream(dst, src, row_bytes);
+  } else {
+    std::memcpy(dst, src, static_cast<size_t>(row_bytes));
+  }
+}
+
 inline void CopyRows(const Plane& plane, const Moves& moves) {
   const int64_t row_bytes = plane.row_bytes;
   const auto row = [&](int32_t slot) { return plane.data + slot * row_bytes; };
   const bool streams = Streams(plane);
   for (int64_t i = 0; i < moves.count; ++i) {
     if (i + kAhead < moves.count) Prefetch(row(moves.src[i + kAhead]), row_bytes);
-    if (streams) {
-      Stream(row(moves.dst[i]), row(moves.src[i]), row_bytes);
-    } else {
-      std::memcpy(row(moves.dst[i]), row(moves.src[i]), static_cast<size_t>(row_bytes));
-    }
+    CopyRow(row(moves.dst[i]), row(moves.src[i]), row_bytes, streams);
   }
   if (streams) Fence();
 }

@@ -39,18 +39,25 @@ class HostCopyEngine:
             plane[index] = rows
 
     def move(self, src: Sequence[SlotId], dst: Sequence[SlotId]) -> None:
-        """Copies plane by plane."""
-        if self._native is None:
-            sources, targets = np.asarray(src, dtype=np.int64), np.asarray(dst, dtype=np.int64)
-            for plane in self._rows:
-                plane[targets] = plane[sources]
-            return
+        """Copies plane by plane. Raises IndexError, with nothing moved, if a slot lies outside the pool."""
         slots = np.array([src, dst], dtype=np.int32)
-        num_planes, num_slots = self._rows.shape
-        size = num_planes, num_slots, self._rows.itemsize
-        outside = self._native(self._rows.ctypes.data, *size, *(row.ctypes.data for row in slots), len(src))
+        outside = self._move_by_numpy(slots) if self._native is None else self._move_natively(self._native, slots)
         if outside >= 0:
+            num_slots = self._rows.shape[1]
             raise IndexError(f"move {outside} from slot {src[outside]} to {dst[outside]} leaves the {num_slots} slots")
+
+    def _move_natively(self, function: Callable[..., int], slots: NDArray[np.int32]) -> int:
+        size = *self._rows.shape, self._rows.itemsize
+        return function(self._rows.ctypes.data, *size, *(row.ctypes.data for row in slots), slots.shape[1])
+
+    def _move_by_numpy(self, slots: NDArray[np.int32]) -> int:
+        outside = np.flatnonzero(((slots < 0) | (slots >= self._rows.shape[1])).any(axis=0))
+        if len(outside):
+            return int(outside[0])
+        sources, targets = slots.astype(np.int64)
+        for plane in self._rows:
+            plane[targets] = plane[sources]
+        return -1
 
     def wait(self) -> None:
         """Nothing is ever under way."""

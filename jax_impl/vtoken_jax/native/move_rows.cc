@@ -11,11 +11,12 @@
 #include <vector>
 
 #include "copy_rows.h"
-#include "xla/ffi/api/ffi.h"
+#include "pool_arrays.h"
 
 namespace {
 
 namespace ffi = xla::ffi;
+using vtoken::Invalid;
 
 constexpr int64_t kShare = 1 << 18;  // bytes to move that another thread is worth
 
@@ -47,8 +48,6 @@ class Work {
   std::condition_variable all_done_;
 };
 
-ffi::Error Invalid(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, message); }
-
 // src, dst: int32[n]; count: int32[], how many of them are moves; then the arrays, each given and taken in place.
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> src, ffi::Buffer<ffi::S32> dst,
                     ffi::Buffer<ffi::S32> count, ffi::RemainingArgs args, ffi::RemainingRets rets) {
@@ -56,28 +55,16 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> src, ffi::Buffer
   if (moves.count < 0 || moves.count > static_cast<int64_t>(std::min(src.element_count(), dst.element_count()))) {
     return Invalid("count=" + std::to_string(moves.count) + " is no number of the slots that are given");
   }
-  std::vector<vtoken::Plane> planes;
-  int64_t num_slots = 0, token_bytes = 0;
-  for (size_t i = 0; i < rets.size(); ++i) {
-    const auto given = args.get<ffi::AnyBuffer>(i);
-    auto taken = rets.get<ffi::AnyBuffer>(i);
-    if (given.has_error()) return given.error();
-    if (taken.has_error()) return taken.error();
-    auto* data = static_cast<char*>((*taken)->untyped_data());
-    if (given->untyped_data() != data) return Invalid("array " + std::to_string(i) + " is not taken in place");
-    const int64_t rows = given->dimensions()[0];
-    if (i && rows != num_slots) return Invalid("array " + std::to_string(i) + " has another number of slots");
-    num_slots = rows;
-    planes.push_back({data, rows ? static_cast<int64_t>(given->size_bytes()) / rows : 0});
-    token_bytes += planes.back().row_bytes;
-  }
-  const int64_t outside = vtoken::FirstOutside(moves, num_slots);
+  vtoken::Pool taken;
+  ffi::Error refused = vtoken::TakePool(args, rets, &taken);
+  if (refused.failure()) return refused;
+  const int64_t outside = vtoken::FirstOutside(moves, taken.num_slots);
   if (outside >= 0) {
     return Invalid("move " + std::to_string(outside) + " from slot " + std::to_string(moves.src[outside]) + " to " +
-                   std::to_string(moves.dst[outside]) + " leaves the " + std::to_string(num_slots) + " slots");
+                   std::to_string(moves.dst[outside]) + " leaves the " + std::to_string(taken.num_slots) + " slots");
   }
-  const int64_t num_threads = std::min(moves.count * token_bytes / kShare, pool.num_threads());
-  const auto work = std::make_shared<Work>(std::move(planes), moves);
+  const int64_t num_threads = std::min(moves.count * taken.token_bytes / kShare, pool.num_threads());
+  const auto work = std::make_shared<Work>(std::move(taken.planes), moves);
   for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([work] { work->Run(); });
   work->Run();
   work->Wait();
