@@ -18,13 +18,14 @@ from rich.console import Console
 
 from vtoken_bench.executors.comparison import Elapsed, GateError, Samples, Shares, bytes_row, device_clock
 from vtoken_bench.executors.markdown import markdown_tables
-from vtoken_bench.executors.moves import compare_moves
+from vtoken_bench.executors.moves import _row, compare_moves
 from vtoken_bench.executors.program import Program, make_spec
 from vtoken_bench.executors.room import NoRoom, decode_shape
 from vtoken_bench.executors.shapes import Shape, choose
 from vtoken_bench.executors.show import comparison_table
 from vtoken_bench.executors.sides import jax_side, memcpy, torch_side
 from vtoken_bench.record import Row
+from vtoken_bench.timing import Spread
 from vtoken_jax.kv_store import JaxKVStore
 
 
@@ -190,9 +191,17 @@ def test_moves_alone_are_checked_and_timed_beside_copies_of_the_same_bytes(monke
     assert few.name == "store_move_us"
     assert list(few.others) == ["rows"]
     assert list(few.shares) == ["calls", "memcpy", "rest"]
+    assert list(few.ratios) == ["rows/jax", "rows/torch", "jax/memcpy", "torch/memcpy"]
     monkeypatch.setattr(JaxKVStore, "move", lambda *_: None)
     with pytest.raises(GateError, match="JaxKVStore: tokens do not lie where 4 moves bring them"):
         compare()
+
+
+def test_what_moves_take_beyond_a_call_is_set_against_one_copy_of_their_bytes() -> None:
+    of_memcpy = timed(2, 4)
+    parts = {"calls": (timed(3, 4), timed(5, 1)), "memcpy": (of_memcpy, of_memcpy)}
+    row = _row(Samples(timed(9, 10), timed(4, 7), parts=parts), {"moves": 256})
+    assert row.ratios == {"jax/memcpy": Spread.of([3, 1.5]), "torch/memcpy": Spread.of([0, 1.5])}
 
 
 def test_a_copy_of_many_bytes_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

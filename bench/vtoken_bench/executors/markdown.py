@@ -13,22 +13,20 @@ _SIDES, _ALL = ("jax", "torch"), ("jax", "torch", "hf")
 _OPERATIONS = ("append_us", "attend_us", "fingerprint_us", "move_us")
 _DECODE_HEADS = ("decode at", "step", "JAX / PyTorch", "transformers / JAX", "tokens/s", "KV", "memory", "bound by")
 
+_MOVE_HEADS = ("moves at", "JAX, PyTorch, NumPy's rows", "JAX / PyTorch", "less a call, over memcpy", "bound by")
+
 
 def markdown_tables(record: _Record) -> str:
     """Decoding, operations and moves of a JSON record, what it ran on above them, and what was left out below."""
     shapes = [(place(first), {row["name"]: row for row in rows}) for first, rows in _shapes(record["rows"])]
     decodes = [_decode(at, rows) for at, rows in shapes if "decode_step_us" in rows]
     operations = [_operations(at, rows) for at, rows in shapes if "append_us" in rows]
-    moves = [
-        (at, *_figures(rows["store_move_us"], ("jax", "torch", "rows")), bound(rows["store_move_us"]))
-        for at, rows in shapes
-        if "store_move_us" in rows
-    ]
+    moves = [_moves(at, rows["store_move_us"]) for at, rows in shapes if "store_move_us" in rows]
     parts = [
         [_about(record)],
         _table(_DECODE_HEADS, decodes),
         _table(("operations at", *(name.removesuffix("_us") for name in _OPERATIONS), "pool"), operations),
-        _table(("moves at", "JAX, PyTorch, NumPy's rows", "JAX / PyTorch", "bound by"), moves),
+        _table(_MOVE_HEADS, moves),
         [f"- {key}: {line}" for key in ("refused", "skipped") for line in record["summary"][key]],
         _notes(record["rows"]),
     ]
@@ -69,6 +67,11 @@ def _decode(at: str, rows: Mapping[str, _Record]) -> tuple[str, ...]:
 def _operations(at: str, rows: Mapping[str, _Record]) -> tuple[str, ...]:
     cells = ("; ".join((*_figures(rows[name], _SIDES), bound(rows[name]))) for name in _OPERATIONS)
     return at, *cells, _values(rows["pool_bytes"], _SIDES)
+
+
+def _moves(at: str, row: _Record) -> tuple[str, ...]:
+    over = [_spread(row["ratios"][key]) for key in ("jax/memcpy", "torch/memcpy") if key in row["ratios"]]
+    return at, *_figures(row, (*_SIDES, "rows")), ", ".join(over) or "-", bound(row)
 
 
 def _figures(row: _Record, keys: Iterable[str]) -> tuple[str, str]:

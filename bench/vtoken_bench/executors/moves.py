@@ -1,6 +1,7 @@
 """Token moves alone, of the whole model's layers: what a call costs, and what each byte."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from vtoken.paged_executor import KVStore
 from vtoken.types import Move
 from vtoken_bench.executors.comparison import Clock, Comparison, Elapsed, GateError, Samples
 from vtoken_bench.executors.sides import Side
-from vtoken_bench.timing import interleaved
+from vtoken_bench.timing import Spread, interleaved
 
 __all__ = ["compare_moves", "row_copies"]
 
@@ -24,7 +25,8 @@ def compare_moves(
     """Times moves of ``counts`` tokens each between random slots, in both executors' stores.
 
     Beside them a call of one move, one contiguous copy of as many bytes and, ``with_rows``, NumPy's copy of as many
-    rows between the same slots of as many arrays.
+    rows between the same slots of as many arrays. ``jax/memcpy`` and ``torch/memcpy`` are what a byte costs each, as a
+    multiple of that copy, without the call.
 
     Raises:
         GateError: the stores do not hold the same after the moves of the first count; nothing was timed.
@@ -59,7 +61,20 @@ def compare_moves(
     interleaved([take_all], repeats, on_round)
     for each in samples:
         each.drop_first()
-    return [each.row("store_move_us", {"moves": count, **params}) for count, each in zip(counts, samples, strict=True)]
+    return [_row(each, {"moves": count, **params}) for count, each in zip(counts, samples, strict=True)]
+
+
+def _row(samples: Samples, params: dict[str, Any]) -> Comparison:
+    """With what the moves take beyond a call of one, over one contiguous copy of as many bytes, of both."""
+    copies, calls = samples.parts["memcpy"][0], samples.parts["calls"]
+    over = {
+        f"{side}/memcpy": Spread.of(
+            [max(0.0, time.us - call.us) / copy.us for time, call, copy in zip(times, made, copies, strict=True)]
+        )
+        for side, times, made in zip(("jax", "torch"), (samples.jax, samples.torch), calls, strict=True)
+    }
+    row = samples.row("store_move_us", params)
+    return replace(row, ratios={**row.ratios, **over})
 
 
 def _samples(with_rows: bool) -> Samples:

@@ -27,6 +27,8 @@ time
   jax/torch      JAX's figure over PyTorch's, round by round: median, and range
   hf/jax         time of a step of transformers, eager attention, over the executor's; rows/jax: of NumPy's copy of \
 the moves' own rows, one array after the other
+  jax/memcpy     of moves alone: what they take beyond a call of one move, over one contiguous copy of as many bytes; \
+torch/memcpy likewise
   bound by       the largest part of JAX's / of PyTorch's time, which is one of the next five
   calls          the same calls with hardly a token in them, in the same rounds
   memcpy         one copy of the bytes that must be touched, likewise
