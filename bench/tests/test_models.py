@@ -41,13 +41,13 @@ def test_a_folder_that_is_not_there_is_named() -> None:
 
 
 def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"it has no config\.json"):
+    with pytest.raises(SpecError, match=r"it has no config\.json: give one that save_pretrained wrote"):
         check_model_folder(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_config_that_says_nothing_is_refused(folder_with, text: str) -> None:
-    with pytest.raises(SpecError, match="is no model configuration"):
+    with pytest.raises(SpecError, match=r"is no model configuration: .*: give a folder that save_pretrained wrote"):
         check_model_folder(folder_with(text))
 
 

@@ -102,9 +102,13 @@ def check_model_folder(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         family = config["model_type"]
     except FileNotFoundError:
-        raise SpecError(f"{folder} is no model folder: it has no config.json") from None
+        raise SpecError(
+            f"{folder} is no model folder: it has no config.json: give one that save_pretrained wrote"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{folder / 'config.json'} is no model configuration: {error!r}") from None
+        raise SpecError(
+            f"{folder / 'config.json'} is no model configuration: {error!r}: give a folder that save_pretrained wrote"
+        ) from None
     if family not in FAMILIES:
         raise SpecError(f"{folder} holds a {family!r} model: the demo runs the Llama family ({', '.join(FAMILIES)})")
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)

@@ -40,8 +40,8 @@ def load_meta(folder: Path, format_name: str) -> dict[str, Any]:
     Raises SpecError: there is nothing, it is torn, or its ``format`` is not ``format_name``.
     """
     folder = folder.absolute()
-    if not folder.is_dir():
-        raise SpecError(f"no checkpoint at {folder}: give a folder that was saved")
+    if not any((folder / name).exists() for name in ("meta", "arrays", _FILES)):
+        raise SpecError(f"{folder} holds no {format_name.split('/')[1]}: give a folder that was saved")
     try:
         expected = json.loads((folder / _FILES).read_text(encoding="utf-8"))
     except (OSError, ValueError):

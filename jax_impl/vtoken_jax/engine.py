@@ -56,6 +56,11 @@ class JaxEngine(Frontend):
         super().__init__(model, make_spec, config.max_positions, progress_bar, tokenizer, config.vocab_size, **settings)
         model.limit_positions(self.max_model_len)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens with which the model ends a text: for ``SamplingParams.stop_token_ids``."""
+        return self.runner.eos_token_ids
+
     def resume(self) -> list[Output]:
         """Serves all that run or wait, those of a snapshot among them; ``index`` is that of their submission."""
         requests = self.loop.requests
@@ -74,8 +79,8 @@ class JaxEngine(Frontend):
         """Goes on where a snapshot was taken; what runs here is dropped.
 
         Raises:
-            SpecError: it is torn, of another format, or of an engine with another model, other weights, another pool
-                or configuration; this engine goes on as it was.
+            SpecError: there is none, or it is torn, of another format, or of an engine with another model, other
+                weights, another pool or configuration; this engine goes on as it was.
         """
         load_snapshot(Path(folder), self)
 

@@ -19,7 +19,7 @@ from vtoken_jax.buckets import bucket, pad, width_bucket
 from vtoken_jax.kernels.decode import Implementation, choose
 from vtoken_jax.kv_store import JaxKVStore
 from vtoken_jax.mass import clear_row, make_masses, read_masses
-from vtoken_jax.model.config import ModelConfig
+from vtoken_jax.model.config import ModelConfig, read_eos_token_ids
 from vtoken_jax.model.forward import PAD_POSITION, Segment, run_step
 from vtoken_jax.model.load import load_weights
 from vtoken_jax.model.tiles import tiles_pay
@@ -57,6 +57,7 @@ class JaxRunner:
         weights: the leaves of its state, as ``load_weights`` gives it.
         implementation: of attention at decode, as in ``vtoken_jax.kernels.decode.paged_decode``.
         device: of weights, pool and masses, one of ``jax.devices()``; None is JAX's default.
+        eos_token_ids: tokens with which the model ends a text, if they are known; no step depends on them.
 
     Raises:
         SpecError: the device is none of this process.
@@ -73,8 +74,10 @@ class JaxRunner:
         weights: tuple[jax.Array, ...],
         implementation: Implementation = "auto",
         device: jax.Device | None = None,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.config = config
+        self.eos_token_ids = eos_token_ids
         self.dtype = dtype
         self.device = checked_device(device)
         self.weights = made_on(device, lambda: weights)
@@ -95,8 +98,9 @@ class JaxRunner:
     ) -> "JaxRunner":
         """Loads a Hugging Face folder. Raises SpecError, as ``ModelConfig`` and ``load_weights`` do."""
         config, in_tiles = ModelConfig.from_folder(folder), tiles_pay(platform_of(checked_device(device)), dtype)
+        eos_token_ids = read_eos_token_ids(folder)
         state = made_on(device, lambda: load_weights(folder, config, dtype, in_tiles=in_tiles)[1])
-        return cls(config, dtype, tuple(jax.tree.leaves(state)), implementation, device)
+        return cls(config, dtype, tuple(jax.tree.leaves(state)), implementation, device, eos_token_ids)
 
     def make_store(self, spec: KVSpec) -> RowStore:
         self.config.check_spec(spec)

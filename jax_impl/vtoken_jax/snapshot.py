@@ -7,9 +7,10 @@ fingerprints. Weights are not in it, only a sum of their bits, by which others a
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "load_snapshot", "save_snapshot"]
 
-FORMAT = "vtoken-jax/snapshot/2"
+FORMAT = "vtoken-jax/snapshot/3"
+
+Fact: TypeAlias = str | dict[str, str]
+"""A value as text, or those of its fields by name."""
 
 _PLAIN = (BlockPool, Counters, Request, RequestTable, Running, SamplingParams, TraceEvent, VictimTrace)
 
@@ -61,7 +65,7 @@ def load_snapshot(folder: Path, engine: "JaxEngine") -> None:
     for name, ours in _facts(engine).items():
         theirs = meta["engine"].get(name)
         if theirs != ours:
-            raise SpecError(f"the snapshot {folder} has another {name}: {theirs}, this engine {ours}: make it the same")
+            raise SpecError(f"the snapshot {folder} has another {name}: {_difference(theirs, ours)}: make it the same")
     host = {name: decode(data, _PLAIN) for name, data in meta["host"].items()}
     parts = list(_host_parts(engine))
     if any(host.get(name, {}).keys() != set(names) for name, _, names in parts):
@@ -80,14 +84,14 @@ def _arrays(runner: JaxRunner) -> tuple[KVCache, Tables, jax.Array | None]:
     return runner.store.cache, runner.store.tables, runner.masses
 
 
-def _facts(engine: "JaxEngine") -> dict[str, str]:
+def _facts(engine: "JaxEngine") -> dict[str, Fact]:
     """What must be the same in both engines."""
     loop, runner = engine.loop, engine.runner
     return {
-        "model": repr(runner.config),
+        "model": _fields(runner.config),
         "set of weights": f"bit sum {int(_bit_sum(runner.weights)):#010x}",
-        "pool": repr(runner.store.spec),
-        "config": repr(loop.config),
+        "pool": _fields(runner.store.spec),
+        "config": _fields(loop.config),
         "source of victims": _source(loop.scheduler.victims),
         "mass": repr(runner.need),
         "chunk_tokens": repr(loop.batch.chunk_tokens),
@@ -95,6 +99,17 @@ def _facts(engine: "JaxEngine") -> dict[str, str]:
         "max_model_len": repr(engine.max_model_len),
         "prefix_caching": repr(loop.batch.share_prefixes),
     }
+
+
+def _fields(settings: Any) -> dict[str, str]:
+    return {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
+
+
+def _difference(theirs: Fact | None, ours: Fact) -> str:
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return f"{theirs} there, {ours} here"
+    unlike = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
+    return "; ".join(f"{name}={theirs.get(name)} there, {ours.get(name)} here" for name in unlike)
 
 
 def _source(victims: VictimSource) -> str:

@@ -85,23 +85,35 @@ def test_a_library_that_hangs_on_import_is_told_and_not_fatal(
     assert doctor.examine()["devices"] == {"numpy": "failed: no answer within 120 s"}
 
 
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [
-        (["/opt/my tools/g++", "-O3"], "c++           '/opt/my tools/g++' -O3"),
-        (None, "c++           no C++ compiler, host moves run two to three times slower: install one"),
-    ],
-)
-def test_the_compiler_is_named_or_what_lacks_without_one_and_the_remedy(
-    plugins: dict[str, Any], monkeypatch: pytest.MonkeyPatch, found: list[str] | None, line: str
-) -> None:
-    monkeypatch.setattr(doctor, "compiler", lambda: found)
+def compiler_line(record: dict[str, Any]) -> str:
+    (told,) = [line for line in doctor.render(record).splitlines() if line.startswith("c++")]
+    return told
+
+
+def test_the_compiler_is_named_as_a_shell_takes_it(plugins: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "compiler", lambda: ["/opt/my tools/g++", "-O3"])
 
     record = doctor.examine()
 
-    assert record["compiler"] == found
-    (told,) = [each for each in doctor.render(record).splitlines() if each.startswith("c++")]
-    assert told.startswith(line)
+    assert record["compiler"] == ["/opt/my tools/g++", "-O3"]
+    assert compiler_line(record) == "c++           '/opt/my tools/g++' -O3"
+
+
+@pytest.mark.parametrize(
+    ("cxx", "reason"),
+    [("", "no C++ compiler (c++, g++, clang++)"), ("/no/such/g++", "CXX=/no/such/g++ is no command")],
+)
+def test_without_a_compiler_reason_cost_and_remedy_are_told(
+    plugins: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cxx: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    record = doctor.examine()
+
+    cost = "without a C++ compiler host moves, and JAX's appends, take about twice as long"
+    assert record["compiler"] is None
+    assert compiler_line(record).startswith(f"c++           {reason}; {cost}: install one")
     assert record["ok"] is True
 
 

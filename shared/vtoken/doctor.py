@@ -12,7 +12,7 @@ from typing import Any
 
 from vtoken.cli import Command
 from vtoken.errors import SpecError
-from vtoken.native.library import REMEDY, compiler
+from vtoken.native.library import REMEDY, compiler, missing_compiler
 from vtoken.plugins import COMMANDS, EXECUTORS, POLICIES, load_plugins, missing_extra
 from vtoken.report import check_output, write_json
 
@@ -107,8 +107,7 @@ def render(record: dict[str, Any]) -> str:
     lines = [f"python        {record['python']} on {record['platform']}"]
     lines += [f"{name:<13} {version or 'not installed'}" for name, version in record["libraries"].items()]
     lines += [f"{name + ' device':<13} {device}" for name, device in record["devices"].items()]
-    slow = f"no C++ compiler, host moves run two to three times slower: {REMEDY}"
-    lines.append(f"{'c++':<13} {shlex.join(record['compiler'] or ()) or slow}")
+    lines.append(f"{'c++':<13} {shlex.join(record['compiler'] or ()) or _without_compiler()}")
     for group, states in record["plugins"].items():
         good = [name for name, state in states.items() if state == "ok"]
         lines += ["", f"{group}: {', '.join(good) or 'none'}"]
@@ -116,6 +115,11 @@ def render(record: dict[str, Any]) -> str:
     lines += ["", *(f"no {name}: pip install 'vtoken[{extra}]'" for name, extra in record["missing_extras"].items())]
     lines.append("everything installed works" if record["ok"] else "something installed does not work: see above")
     return "\n".join(lines)
+
+
+def _without_compiler() -> str:
+    slower = "without a C++ compiler host moves, and JAX's appends, take about twice as long"
+    return f"{missing_compiler()}; {slower}: {REMEDY}"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

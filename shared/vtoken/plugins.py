@@ -94,8 +94,8 @@ def require_extra(package: str, extra: str, *modules: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    """The first line of an error's message that says something, without its full stop: a remedy may follow."""
+    return next((line for each in str(error).splitlines() if (line := each.strip().rstrip("."))), "no message")
 
 
 def _load(group: str, name: str) -> Any:

@@ -1,4 +1,6 @@
+import json
 import random
+import shutil
 from io import StringIO
 
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from vtoken.errors import SpecError
 from vtoken.policies import RankedPolicy, get_policy
 from vtoken.serving.protocol import SamplingParams
 from vtoken_jax.engine import JaxEngine
+from vtoken_jax.runner import JaxRunner
 
 rng = random.Random(5)
 PROMPTS = [[rng.randrange(96) for _ in range(count)] for count in (45, 9, 30)]
@@ -160,6 +163,27 @@ def test_progress_is_shown_to_the_end_when_it_is_wanted(make_engine, monkeypatch
     engine.generate(PROMPTS[:2], SAMPLING)
     assert "2/2 requests" in shown.getvalue()
     assert "40/40" in shown.getvalue()
+
+
+def test_the_tokens_that_end_a_text_are_those_of_the_folder(make_engine, model_folders, tmp_path):
+    folder = shutil.copytree(model_folders("llama"), tmp_path / "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    engine = JaxEngine(folder, max_model_len=16)
+    assert engine.eos_token_ids == (5, 6)
+    bare = JaxRunner(engine.runner.config, "float32", engine.runner.weights)
+    assert JaxEngine(bare, max_model_len=16).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", [5, [5, 6], None])
+def test_both_engines_end_a_text_with_the_same_tokens(model_folders, tmp_path, name, ids):
+    pytest.importorskip("transformers")
+    torch_engine = pytest.importorskip("vtoken_torch.engine")
+    folder = shutil.copytree(model_folders("llama"), tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text()) if name == "config.json" else {}
+    (folder / name).write_text(json.dumps(config | {"eos_token_id": ids}))
+    theirs = torch_engine.TorchEngine(folder, max_model_len=16)
+    assert JaxEngine(folder, max_model_len=16).eos_token_ids == theirs.eos_token_ids
 
 
 def test_mistakes_are_refused_with_a_remedy(make_engine):

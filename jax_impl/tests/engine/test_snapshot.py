@@ -111,7 +111,7 @@ class LikeH2O(H2OPolicy):
 def test_a_policy_of_the_same_name_and_another_class_is_refused(make_engine, evicting, running, snapshots, tmp_path):
     folder = copied(snapshots, tmp_path, running)
     engine = make_engine(**evicting("h2o"), policy_object=LikeH2O())
-    with pytest.raises(SpecError, match=r"source of victims: vtoken\.policies\.h2o\.H2OPolicy, this engine .*LikeH2O"):
+    with pytest.raises(SpecError, match=r"source of victims: vtoken\.policies\.h2o\.H2OPolicy there, .*LikeH2O here"):
         engine.load_snapshot(folder)
 
 
@@ -145,6 +145,11 @@ def cut_off_while_written(folder):
     (folder / "files.json").unlink()
 
 
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
 def forged(old, new):
     """A whole snapshot, with other words in its JSON."""
 
@@ -166,9 +171,10 @@ def forged(old, new):
         (truncate_data, "is torn: arrays/.* is missing or was changed"),
         (flip_a_bit, "is torn: arrays/.* is missing or was changed"),
         (cut_off_while_written, "is torn: its list of files does not read"),
-        (forged("snapshot/2", "snapshot/1"), "has the format 'vtoken-jax/snapshot/1', not 'vtoken-jax/snapshot/2'"),
+        (forged("snapshot/3", "snapshot/1"), "has the format 'vtoken-jax/snapshot/1', not 'vtoken-jax/snapshot/3'"),
         (forged("RequestTable()", "Popen()"), r"does not read: KeyError\('Popen\(\)'\): .* another version"),
-        (shutil.rmtree, "no checkpoint at"),
+        (shutil.rmtree, "copy holds no snapshot: give a folder that was saved"),
+        (empty, "copy holds no snapshot: give a folder that was saved"),
     ],
 )
 def test_a_torn_or_foreign_snapshot_is_refused_and_the_running_engine_goes_on(
@@ -189,9 +195,9 @@ def test_a_torn_or_foreign_snapshot_is_refused_and_the_running_engine_goes_on(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_blocks": 61}, "another pool"),
-        ({"kv_budget": 17}, "another config"),
-        ({"chunk_tokens": 8}, "another chunk_tokens"),
+        ({"num_blocks": 61}, "another pool: num_blocks=60 there, 61 here: make it the same"),
+        ({"kv_budget": 17, "interval": 3}, "config: kv_budget=16 there, 17 here; interval=6 there, 3 here: make"),
+        ({"chunk_tokens": 8}, "another chunk_tokens: 16 there, 8 here: make it the same"),
     ],
 )
 def test_a_snapshot_of_another_engine_names_what_differs(
@@ -218,7 +224,7 @@ def test_a_snapshot_under_other_weights_is_refused(make_engine, evicting, runnin
     folder = copied(snapshots, tmp_path, running)
     engine = make_engine(**evicting("h2o"))
     engine.runner.weights = change(engine.runner.weights)
-    with pytest.raises(SpecError, match=r"another set of weights: bit sum 0x.*, this engine bit sum 0x"):
+    with pytest.raises(SpecError, match=r"another set of weights: bit sum 0x.* there, bit sum 0x.* here"):
         engine.load_snapshot(folder)
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from vtoken.errors import SpecError
-from vtoken_jax.model.config import ModelConfig, RopeScaling
+from vtoken_jax.model.config import ModelConfig, RopeScaling, read_eos_token_ids
 
 LLAMA = {
     "model_type": "llama",
@@ -72,10 +72,12 @@ def test_qwen2_names_a_window_that_it_does_not_use() -> None:
 
 
 def test_a_folder_without_a_readable_file_is_refused_by_name(tmp_path) -> None:
-    with pytest.raises(SpecError, match=f"{tmp_path} is no model folder: it has no config.json"):
+    with pytest.raises(
+        SpecError, match=f"{tmp_path} is no model folder: it has no config.json: give one that save_pretrained"
+    ):
         ModelConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(SpecError, match=r"config\.json is no JSON"):
+    with pytest.raises(SpecError, match=r"config\.json is no JSON: .*: mend it, or save the model again"):
         ModelConfig.from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 3}))
     with pytest.raises(SpecError, match=r"config.json: no configuration .*model_type"):
@@ -89,3 +91,38 @@ def test_a_pool_of_another_model_is_refused() -> None:
     other = ModelConfig.from_mapping(LLAMA | {"num_hidden_layers": 3})
     with pytest.raises(SpecError, match="the pool has num_layers=2, the model 3"):
         other.check_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        ({"eos_token_id": 5}, None, (5,)),
+        ({"eos_token_id": [5, 6]}, None, (5, 6)),
+        ({"eos_token_id": None}, None, ()),
+        ({}, None, ()),
+        ({"eos_token_id": 5}, {"eos_token_id": [7, 5]}, (7, 5)),
+        ({"eos_token_id": 5}, {"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": 5}, {"eos_token_id": None}, ()),
+        ({"eos_token_id": 5}, {}, ()),
+    ],
+)
+def test_the_tokens_that_end_a_text_are_read(tmp_path, config, generation, ids) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_eos_token_ids(tmp_path) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token_id": "</s>"}', r"eos_token_id=\['</s>'\]: give a token id, a list of them, or null"),
+        ("[2]", "is no JSON object: mend it, or save the model again"),
+        ("{", "is no JSON: .*: mend it, or save the model again"),
+    ],
+)
+def test_tokens_that_end_a_text_and_do_not_read_are_refused(tmp_path, text, message) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(SpecError, match=rf"generation_config\.json:? ?.*{message}"):
+        read_eos_token_ids(tmp_path)

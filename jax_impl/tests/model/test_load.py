@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(model_folders, t
     (tmp_path / "weights" / "files.json").unlink()
     with pytest.raises(SpecError, match="is torn"):
         load_checkpoint(tmp_path / "weights", config, "float32")
-    with pytest.raises(SpecError, match="no checkpoint at"):
+    with pytest.raises(SpecError, match="nothing holds no weights: give a folder that was saved"):
         load_checkpoint(tmp_path / "nothing", config, "float32")
     with pytest.raises(SpecError, match="exists: give a new folder"):
         save_checkpoint(tmp_path / "weights", config, "float32", state)

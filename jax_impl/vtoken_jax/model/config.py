@@ -9,7 +9,7 @@ from typing import Any
 from vtoken.errors import SpecError
 from vtoken.executor import DType, KVSpec
 
-__all__ = ["FAMILIES", "ModelConfig", "RopeScaling"]
+__all__ = ["FAMILIES", "ModelConfig", "RopeScaling", "read_eos_token_ids"]
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """Values of ``model_type`` that this decoder computes."""
@@ -76,17 +76,11 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Reads ``config.json``. Raises SpecError if there is none, and for what this decoder does not compute."""
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            raise SpecError(f"{folder} is no model folder: it has no config.json") from None
-        except ValueError as error:
-            raise SpecError(f"{path} is no JSON: {error}") from None
+        config = _read_json(folder, "config.json")
         try:
             return cls.from_mapping(config)
         except SpecError as error:
-            raise SpecError(f"{path}: {error}") from None
+            raise SpecError(f"{folder / 'config.json'}: {error}") from None
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> "ModelConfig":
@@ -121,6 +115,33 @@ class ModelConfig:
             mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Tokens with which the model ends a text: ``eos_token_id`` as transformers reads it.
+
+    A ``generation_config.json`` alone counts where there is one, else ``config.json``. Raises SpecError if the file
+    does not read, or has something else than a token id, a list of them, or null.
+    """
+    has_own = (folder / "generation_config.json").is_file()
+    name = "generation_config.json" if has_own else "config.json"
+    ids = _read_json(folder, name).get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(each) is int for each in ids):
+        raise SpecError(f"{folder / name}: eos_token_id={ids!r}: give a token id, a list of them, or null")
+    return tuple(ids)
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        read = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise SpecError(f"{folder} is no model folder: it has no {name}: give one that save_pretrained wrote") from None
+    except ValueError as error:
+        raise SpecError(f"{folder / name} is no JSON: {error}: mend it, or save the model again") from None
+    if not isinstance(read, dict):
+        raise SpecError(f"{folder / name} is no JSON object: mend it, or save the model again")
+    return read
 
 
 def _check_supported(config: Mapping[str, Any]) -> None:

@@ -121,7 +121,8 @@ def test_a_bad_prompt_is_refused_and_starts_and_hurts_nobody(call: Callable[[Any
 def test_the_models_limits_are_the_prompts() -> None:
     engine = make_world().engine
     engine.max_model_len, engine.vocab_size = 20, 50
-    with pytest.raises(SpecError, match="prompt 0 asks for 21 tokens in all, the model has 20: shorten it"):
+    says = "prompt 0 asks for 21 tokens in all, max_model_len is 20: shorten it, or raise max_model_len"
+    with pytest.raises(SpecError, match=says):
         engine.submit([1] * 15, SamplingParams(max_tokens=6))
     with pytest.raises(SpecError, match="prompt 0 has token ids 3 to 50: give ids of at least 0, below vocab_size=50"):
         engine.submit([3, 50], SamplingParams(max_tokens=6))

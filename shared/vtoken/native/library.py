@@ -24,7 +24,7 @@ from vtoken.cache_folder import cache_folder
 from vtoken.errors import SpecError
 from vtoken.plugins import first_line
 
-__all__ = ["HEADERS", "REMEDY", "compiler", "load"]
+__all__ = ["HEADERS", "REMEDY", "compiler", "load", "missing_compiler"]
 
 HEADERS = Path(__file__).parent
 """Of ``copy_rows.h``."""
@@ -56,6 +56,11 @@ def compiler() -> list[str] | None:
         words = shlex.split(named)
         return words if shutil.which(words[0]) else None
     return None
+
+
+def missing_compiler() -> str:
+    """Why ``compiler`` finds none: ``$CXX`` is no command, or none is installed."""
+    return f"CXX={_named()} is no command" if _named() else f"no C++ compiler ({', '.join(_COMPILERS)})"
 
 
 def load(source: Path, *include: Path) -> ctypes.CDLL | None:
@@ -120,8 +125,7 @@ def _kept_name(name: str, made: Path) -> str:
 def _compile(source: Path, folders: tuple[Path, ...], home: Path | None, name: str) -> ctypes.CDLL:
     command = compiler()
     if command is None:
-        missing = f"CXX={_named()} is no command" if _named() else f"no C++ compiler ({', '.join(_COMPILERS)})"
-        raise FileNotFoundError(f"{missing}: {REMEDY}")
+        raise FileNotFoundError(f"{missing_compiler()}: {REMEDY}")
     place = home if home and os.access(home, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=place, ignore_cleanup_errors=True) as staging:
         made = Path(staging) / f"{name}.so"

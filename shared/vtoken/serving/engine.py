@@ -177,7 +177,10 @@ class ServingEngine:
         token_ids = checked_tokens(where, prompt, self.vocab_size)
         total = len(token_ids) + sampling.max_tokens
         if self.max_model_len is not None and total > self.max_model_len:
-            raise SpecError(f"{where} asks for {total} tokens in all, the model has {self.max_model_len}: shorten it")
+            raise SpecError(
+                f"{where} asks for {total} tokens in all, max_model_len is {self.max_model_len}: "
+                "shorten it, or raise max_model_len"
+            )
         request = Request(self._num_submitted + number, token_ids, sampling, prefill_to=len(token_ids))
         admission = self.batch.admission(request)
         if admission.answer is Answer.NEVER_FITS:

@@ -99,7 +99,7 @@ def config_only(model_type: str, **fields: Any) -> Callable[[Path], None]:
     ("prepare", "settings", "says"),
     [
         (lambda path: None, {}, "no model folder"),
-        (lambda path: (path / "config.json").write_text("{"), {}, "mend it"),
+        (lambda path: (path / "config.json").write_text("{"), {}, r"[^.]: mend it"),
         (config_only("mistral"), {}, "sliding window of 4096"),
         (config_only("llama"), {}, "does not load"),
         (config_only("llama"), {"dtype": "float64"}, "dtype='float64'"),
