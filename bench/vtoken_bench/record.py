@@ -7,6 +7,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
+from vtoken.native.library import compiler
 from vtoken.report import environment
 from vtoken_bench.timing import Spread
 
@@ -70,11 +71,14 @@ def suite_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def suite_record(schema: str, rows: Sequence[Row], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON record of a suite. ``summary`` is added to whether, and where, bounds were kept."""
+    """The JSON record of a suite. ``summary`` is added to whether, and where, bounds were kept.
+
+    The environment names the C++ compiler too, None where there is none: host code is then not compiled.
+    """
     missed = [row.label for row in rows if not row.within]
     return {
         "schema": schema,
-        "environment": environment(),
+        "environment": {**environment(), "compiler": compiler()},
         "rows": [row.as_record() for row in rows],
         "summary": {"within_bounds": not missed, "missed": missed, **summary},
     }

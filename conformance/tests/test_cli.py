@@ -84,7 +84,12 @@ def test_failures_stand_in_the_json_record_too(tmp_path, capsys):
             "nearest are recycle/recycling_follows_the_order_of_the_queue",
         ),
         (["--seeds", "-1"], "--seeds -1: give 0 or more"),
-        (["--trace", "no/such.jsonl"], "No such file"),
+        (["--executor", "vllmm"], "unknown executor 'vllmm': did you mean 'vllm'?"),
+        (["--executor", "your_module"], "(one of your own is named as MODULE:CLASS)"),
+        (
+            ["--trace", "no/such.jsonl"],
+            "--trace no/such.jsonl: No such file or directory: name a file that a recorded run wrote",
+        ),
     ],
 )
 def test_bad_usage_is_one_line_and_returns_2(arguments, message, capsys):

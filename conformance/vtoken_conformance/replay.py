@@ -56,8 +56,11 @@ class TraceJob:
 
 
 def load_trace_jobs(path: Path) -> list[TraceJob]:
-    """A trace in all variants. Raises SpecError for a damaged one, and for one without victims."""
-    trace = VictimTrace.load(path)
+    """A trace in all variants. Raises SpecError for one that is damaged, has no victims or cannot be read."""
+    try:
+        trace = VictimTrace.load(path)
+    except OSError as error:
+        raise SpecError(f"--trace {path}: {error.strerror}: name a file that a recorded run wrote") from None
     if not _with_victims(trace):
         raise SpecError(f"{path}: it holds no event with victims: record a run that evicts")
     return [TraceJob(path, trace, variant) for variant in _VARIANTS]

@@ -1,5 +1,6 @@
 """Which executors run: found by name or as MODULE:CLASS, made once to see that it works, held against the protocol."""
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 from vtoken.errors import SpecError
 from vtoken.executor import Executor
-from vtoken.plugins import EXECUTORS, first_line, get_plugin, load_plugins
+from vtoken.plugins import EXECUTORS, first_line, get_plugin, load_plugins, plugin_names
 
 __all__ = ["load_executors"]
 
@@ -38,7 +39,14 @@ def load_executors(names: Sequence[str] | None) -> tuple[dict[str, Callable[[], 
 
 
 def _find(name: str) -> Any:
-    return _import_class(name) if ":" in name else get_plugin(EXECUTORS, name)
+    if ":" in name:
+        return _import_class(name)
+    known = [*plugin_names(EXECUTORS), "vllm"]  # the command takes vllm too, and hands it to nobody here
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
+        raise SpecError(f"unknown executor {name!r}: {hint} (one of your own is named as MODULE:CLASS)")
+    return get_plugin(EXECUTORS, name)
 
 
 def _import_class(path: str) -> type:

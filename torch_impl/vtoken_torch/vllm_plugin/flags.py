@@ -48,7 +48,16 @@ def options_of(settings: Mapping[str, Any]) -> PluginOptions:
         return PluginOptions.required({"vtoken": settings})
     except SpecError as error:
         key, equals, rest = str(error).partition("=")
-        raise SpecError(f"{flag_of(key)}={rest}" if equals and key in settings else str(error)) from None
+        raise SpecError(f"{flag_of(key)}={rest}" if equals and key in settings else _with_flags(str(error))) from None
+
+
+def _with_flags(message: str) -> str:
+    """A message about settings that were left out, with the options that give them."""
+    if message.startswith("policy is missing"):
+        return message.replace("policy", f"policy ({flag_of('policy')})", 1)
+    budgets = "kv_budget and eviction_ratio"
+    shown = f"kv_budget ({flag_of('kv_budget')}) and eviction_ratio ({flag_of('eviction_ratio')})"
+    return message.replace(f"exactly one of {budgets}", f"exactly one of {shown}")
 
 
 def check_typos(words: Sequence[str]) -> None:

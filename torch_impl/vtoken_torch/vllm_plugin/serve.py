@@ -93,6 +93,7 @@ def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
     if any(word.partition("=")[0] in ("--help", "-h") for word in theirs):
         return [*ours, *theirs]
     check_typos(ours)
+    _check_model((*ours, *theirs))
     additional = _additional_config(arguments.additional_config)
     settings = _settings(arguments, additional)
     _check_classes(arguments, (*ours, *theirs), _worker(settings))
@@ -104,6 +105,15 @@ def _split(rest: Sequence[str]) -> tuple[list[str], list[str]]:
     """Before and behind the first ``--``, which vLLM is not shown."""
     where = rest.index("--") if "--" in rest else len(rest)
     return list(rest[:where]), list(rest[where + 1 :])
+
+
+def _check_model(rest: Sequence[str]) -> None:
+    """Refuses what surely names no model; only vLLM knows which of its options take the next word."""
+    named = ("--model", "--model-tag", "--config")
+    if not any(not word.startswith("-") or word.partition("=")[0] in named for word in rest):
+        raise SpecError(
+            "MODEL is missing: name one, as in `vtoken serve MODEL --policy streaming_llm --kv-budget 2047`"
+        )
 
 
 def _check_classes(arguments: argparse.Namespace, rest: Sequence[str], worker: str) -> None:
