@@ -48,9 +48,7 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return wide.astype(x.dtype)
 
 
-def _of_two_or_more(
-    multiply: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, weight: jax.Array
-) -> jax.Array:
+def _of_two_or_more(multiply: _Multiply, x: jax.Array, weight: jax.Array) -> jax.Array:
     """A CPU would take one token for a batch of tiny products, or of vectors, at many times the cost."""
     num_tokens = len(x)
     return multiply(jnp.pad(x, ((0, 1), (0, 0))) if num_tokens == 1 else x, weight)[:num_tokens]
