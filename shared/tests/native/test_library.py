@@ -215,7 +215,10 @@ def test_the_compiler_named_by_cxx_is_the_one_with_its_words(monkeypatch, tmp_pa
         assert compiler() == words
 
 
-@pytest.mark.parametrize("named", ["/no/such/compiler", "/no/such/compiler -O3", 'g++ "', "''", "/\udce9/c++"])
+@pytest.mark.parametrize(
+    "named",
+    ["/no/such/compiler", "/no/such/compiler -O3", 'g++ "', "''", pytest.param("/\udce9/c++", id="no UTF-8")],
+)
 def test_a_cxx_that_names_no_command_is_told_and_no_other_taken(cache, source, monkeypatch, caplog, named):
     monkeypatch.setenv("CXX", named)
     assert compiler() is None
