@@ -7,7 +7,7 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from vtoken.native.library import compiler
+from vtoken.native.loader import compiler
 from vtoken.report import environment
 from vtoken_bench.timing import Spread
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vtoken.cli import Command
 from vtoken.errors import SpecError
-from vtoken.native.library import REMEDY, compiler, missing_compiler
+from vtoken.native.loader import REMEDY, compiler, missing_compiler
 from vtoken.plugins import COMMANDS, EXECUTORS, POLICIES, load_plugins, missing_extra
 from vtoken.report import check_output, write_json
 

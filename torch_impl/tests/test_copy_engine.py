@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vtoken.native.library import compiler
+from vtoken.native.loader import compiler
 from vtoken_torch.copy_engine import HostCopyEngine, IndexCopyEngine, make_copy_engine
 from vtoken_torch.kv_cache import KVCache
 

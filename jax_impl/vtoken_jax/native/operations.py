@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from vtoken.native.library import load
+from vtoken.native.loader import load
 from vtoken_jax.kv_cache import KVCache
 
 __all__ = ["MOVE_ROWS", "WRITE_ROWS", "in_place", "is_there"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vtoken.native.library import compiler, load
+from vtoken.native.loader import compiler, load
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on this machine")
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtoken.executor import Buffer
-from vtoken.native.library import load
+from vtoken.native.loader import load
 from vtoken.types import SlotId
 from vtoken_torch.kv_cache import KVCache
 

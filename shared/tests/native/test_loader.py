@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vtoken.errors import SpecError
-from vtoken.native import library
-from vtoken.native.library import compiler, load
+from vtoken.native import loader
+from vtoken.native.loader import compiler, load
 
 ANSWER = 'extern "C" int answer() { return %s; }\n'
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on this machine")
@@ -18,9 +18,9 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler 
 def cache(monkeypatch, tmp_path):
     """An empty cache, and nothing that this process has loaded before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    library._load.cache_clear()
+    loader._load.cache_clear()
     yield tmp_path / "cache" / "vtoken" / "native"
-    library._load.cache_clear()
+    loader._load.cache_clear()
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_what_was_compiled_is_kept_and_needs_no_compiler_again(cache, source, mo
     assert load(source).answer() == 42
     (kept,) = cache.iterdir()  # nothing of the compilation is left beside it
 
-    library._load.cache_clear()
+    loader._load.cache_clear()
     monkeypatch.setenv("PATH", "")
     assert load(source).answer() == 42
     assert list(cache.iterdir()) == [kept]
@@ -56,15 +56,15 @@ def test_what_was_compiled_is_kept_and_needs_no_compiler_again(cache, source, mo
 @needs_compiler
 def test_another_source_or_header_is_compiled_anew(cache, source, tmp_path):
     assert load(source).answer() == 42
-    library._load.cache_clear()
+    loader._load.cache_clear()
     assert load(written(tmp_path, ANSWER % 43)).answer() == 43
 
-    library._load.cache_clear()
+    loader._load.cache_clear()
     (tmp_path / "headers").mkdir()
     source = written(tmp_path, '#include "number.h"\n' + ANSWER % "NUMBER")
     for number in (44, 45):
         (tmp_path / "headers" / "number.h").write_text(f"#define NUMBER {number}\n")
-        library._load.cache_clear()
+        loader._load.cache_clear()
         assert load(source, tmp_path / "headers").answer() == number
     assert len(list(cache.iterdir())) == 4
 
@@ -75,7 +75,7 @@ def test_another_word_to_the_compiler_is_another_library(cache, monkeypatch, tmp
     source = written(tmp_path, ANSWER % "NUMBER")
     for number in (44, 45):
         monkeypatch.setenv("CXX", f"'{command}' -DNUMBER={number}")
-        library._load.cache_clear()
+        loader._load.cache_clear()
         assert load(source).answer() == number
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_library_is_made_anew(cache, source, length):
     kept.unlink()
     kept.write_bytes(data[:length])
 
-    library._load.cache_clear()
+    loader._load.cache_clear()
     assert load(source).answer() == 42
     assert kept.read_bytes() == data
 
@@ -113,7 +113,7 @@ def test_a_user_without_a_home_compiles_too(cache, source, monkeypatch):
     def nowhere():
         raise SpecError("this user has no home")
 
-    monkeypatch.setattr(library, "cache_folder", nowhere)
+    monkeypatch.setattr(loader, "cache_folder", nowhere)
     assert load(source).answer() == 42
 
 
@@ -125,7 +125,7 @@ def test_a_folder_may_have_any_name(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     source = written(folder, '#include "number.h"\n' + ANSWER % "NUMBER")
     for _ in range(2):
-        library._load.cache_clear()
+        loader._load.cache_clear()
         assert load(source, folder).answer() == 46
     (kept,) = (folder / "vtoken" / "native").iterdir()
     assert kept.suffix == ".so"
@@ -187,7 +187,7 @@ def test_whatever_a_failing_compiler_says_is_told(cache, source, monkeypatch, tm
 
 
 def test_a_compiler_that_hangs_is_given_up(cache, source, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(library, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(loader, "_TIMEOUT_S", 0.2)
     fake_compiler(monkeypatch, tmp_path, "exec sleep 600")
     assert load(source) is None
     assert "fake-c++ did not end within 0.2 s" in caplog.text
@@ -225,7 +225,7 @@ def test_a_cxx_that_names_no_command_is_told_and_no_other_taken(cache, source, m
 
 def test_a_cxx_that_is_no_utf8_is_told_too(cache, source, monkeypatch):
     told = []  # not by the log: a test's report cannot carry such a name from one process to another
-    monkeypatch.setattr(library._log, "warning", lambda message, *parts: told.append(message % parts))
+    monkeypatch.setattr(loader._log, "warning", lambda message, *parts: told.append(message % parts))
     monkeypatch.setenv("CXX", "/\udce9/c++")
     assert load(source) is None
     assert ["CXX=/\udce9/c++ is no command" in line for line in told] == [True]
