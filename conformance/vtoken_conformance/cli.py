@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vtoken.cli import Command
 from vtoken.errors import SpecError
 from vtoken.report import check_output, write_json
+from vtoken_conformance.selection import VLLM, load_executors
 
 if TYPE_CHECKING:
     from vtoken_conformance.run import Failure, Job, Row
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 DEFAULT_SEEDS = 50
-_VLLM = "vllm"
 
 _DESCRIPTION = """\
 Drives executors through the same programs and compares what each shows in its own arrays with a brute-force model
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_output(arguments.json)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of tiny arrays, threads cost more than they give
     vllm_jobs, patterns = _select_vllm_jobs(arguments)
-    names = None if arguments.executor is None else [name for name in arguments.executor if name != _VLLM]
+    names = None if arguments.executor is None else [name for name in arguments.executor if name != VLLM]
     is_vllm_alone = names == [] and not patterns and not arguments.trace
     jobs = [] if is_vllm_alone else _select_jobs(arguments, patterns)
     executors = _load_executors(names or None)
@@ -91,7 +91,7 @@ def _select_vllm_jobs(arguments: argparse.Namespace) -> "tuple[list[VllmJob], li
     from vtoken_conformance.vllm_engine import prepare
     from vtoken_conformance.vllm_job import check_installed, select_vllm_jobs
 
-    if _VLLM not in (arguments.executor or ()):
+    if VLLM not in (arguments.executor or ()):
         return [], arguments.case
     check_installed()
     prepare()
@@ -117,8 +117,6 @@ def _select_jobs(arguments: argparse.Namespace, patterns: list[str]) -> "list[Jo
 
 
 def _load_executors(names: list[str] | None) -> dict[str, Callable[[], Any]]:
-    from vtoken_conformance.selection import load_executors
-
     executors, left_out = load_executors(names)
     for name, reason in left_out.items():
         print(f"vtoken conformance: without executor {name!r}: {reason}", file=sys.stderr)

@@ -1,6 +1,5 @@
 """Which executors run: found by name or as MODULE:CLASS, made once to see that it works, held against the protocol."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -9,9 +8,12 @@ from typing import Any
 
 from vtoken.errors import SpecError
 from vtoken.executor import Executor
-from vtoken.plugins import EXECUTORS, first_line, get_plugin, load_plugins, plugin_names
+from vtoken.plugins import EXECUTORS, first_line, get_plugin, load_plugins, plugin_names, unknown_name
 
-__all__ = ["load_executors"]
+__all__ = ["VLLM", "load_executors"]
+
+VLLM = "vllm"
+"""A name that the command takes beside those of executors: an engine, which is run by other code."""
 
 _MEMBERS = [name for name in vars(Executor) if not name.startswith("_")]
 
@@ -41,11 +43,9 @@ def load_executors(names: Sequence[str] | None) -> tuple[dict[str, Callable[[], 
 def _find(name: str) -> Any:
     if ":" in name:
         return _import_class(name)
-    known = [*plugin_names(EXECUTORS), "vllm"]  # the command takes vllm too, and hands it to nobody here
+    known = [*plugin_names(EXECUTORS), VLLM]
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"
-        raise SpecError(f"unknown executor {name!r}: {hint} (one of your own is named as MODULE:CLASS)")
+        raise SpecError(f"{unknown_name('executor', name, known)} (one of your own is named as MODULE:CLASS)")
     return get_plugin(EXECUTORS, name)
 
 

@@ -24,11 +24,11 @@ from vtoken_conformance.checked import CheckedExecutor
 from vtoken_conformance.fingerprint import fingerprint
 from vtoken_conformance.mismatch import Mismatch, compare_equal
 from vtoken_conformance.run import Failure, Row, carry_out
+from vtoken_conformance.selection import VLLM
 from vtoken_conformance.vllm_run import Pass, Seen, Setting, VllmRun
 
-__all__ = ["VLLM", "VllmCheck", "VllmJob", "VllmReplay", "check_installed", "run_on_vllm", "select_vllm_jobs"]
+__all__ = ["VllmCheck", "VllmJob", "VllmReplay", "check_installed", "run_on_vllm", "select_vllm_jobs"]
 
-VLLM = "vllm"
 NUM_FULL_CHECKS = 64  # so many times in a run are all bytes compared
 
 

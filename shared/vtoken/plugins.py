@@ -7,6 +7,7 @@ missing, with the extra to install.
 import difflib
 import importlib.util
 import re
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "missing_extra",
     "plugin_names",
     "require_extra",
+    "unknown_name",
 ]
 
 COMMANDS = "vtoken.commands"
@@ -63,13 +65,18 @@ def get_plugin(group: str, name: str) -> Any:
     kind = _SINGULAR.get(group, "plugin")
     known = plugin_names(group)
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known) or 'none'}"
-        raise SpecError(f"unknown {kind} {name!r}: {hint}")
+        raise unknown_name(kind, name, known)
     try:
         return _load(group, name)
     except SpecError as error:
         raise SpecError(f"{kind} {name!r} does not load: {error}") from error
+
+
+def unknown_name(kind: str, name: str, known: Sequence[str]) -> SpecError:
+    """The refusal of a name that is none of ``known``; it has the closest of them, or all."""
+    close = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known) or 'none'}"
+    return SpecError(f"unknown {kind} {name!r}: {hint}")
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
